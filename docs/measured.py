@@ -128,7 +128,7 @@ def balanced_noise():
 
 
 def averaged_noise():
-    """Euler's noise against that averaged over two updates, with repulsion: the table of Overdamped's docstring."""
+    """Euler's noise against that averaged over two updates, with repulsion: the numbers of Overdamped's docstring."""
     rows = []
     for dimension in (2, 5, 10):
         h = float(RBF().learn_bandwidth(random.normal(random.key(5), (1, PARTICLES, dimension))))
@@ -363,7 +363,7 @@ def far_modes():
 
 
 def opposed_noise():
-    """ESS of averages by the kind of noise: the tables of Antithetic's docstring and of the note on noise."""
+    """ESS of averages by the kind of noise: numbers of Antithetic's docstring, and the table of the note on noise."""
     functions = {
         "E z": lambda z: z,
         "E z²": lambda z: z**2,

@@ -5,16 +5,7 @@ accesses the target through ``energy_and_grad(z) -> (U, ∇U)`` and the other pa
 :class:`StepError` states how long its steps may be.
 """
 
-from numpyro_repulsion.dynamics.base import (
-    Cloud,
-    Couple,
-    Dynamics,
-    EnergyAndGrad,
-    acceptance,
-    reject_nonfinite,
-    select,
-    turn_back,
-)
+from numpyro_repulsion.dynamics.base import Cloud, Dynamics, EnergyAndGrad, acceptance, reject_nonfinite, select
 from numpyro_repulsion.dynamics.descent import Descent
 from numpyro_repulsion.dynamics.overdamped import Overdamped
 from numpyro_repulsion.dynamics.recipe import Recipe
@@ -24,7 +15,6 @@ from numpyro_repulsion.dynamics.step_error import (
     EulerError,
     MomentumError,
     StepError,
-    ThermostatError,
     UnknownError,
 )
 from numpyro_repulsion.dynamics.underdamped import Relativistic, Thermostat, Underdamped
@@ -34,10 +24,8 @@ __all__ = [
     "EulerError",
     "MomentumError",
     "StepError",
-    "ThermostatError",
     "UnknownError",
     "Cloud",
-    "Couple",
     "Descent",
     "Dynamics",
     "EnergyAndGrad",
@@ -50,5 +38,4 @@ __all__ = [
     "acceptance",
     "reject_nonfinite",
     "select",
-    "turn_back",
 ]

@@ -47,9 +47,7 @@ class Dynamics:
 
     .. doctest::
 
-        >>> from jax import random
-        >>> import jax.numpy as jnp
-        >>> from numpyro_repulsion import Independent
+        >>> from numpyro_repulsion import SVGD
         >>> from numpyro_repulsion.dynamics import Cloud, Dynamics
         >>> class Flow(Dynamics):  # D = 0
         ...     is_sampler = False
@@ -58,29 +56,21 @@ class Dynamics:
         ...     def step(self, key, cloud, energy_and_grad, couple, step_size):
         ...         z = cloud.z - step_size * couple(cloud.z).apply(cloud.gradient)
         ...         return Cloud(z, *energy_and_grad(z))
-
-        >>> energy_and_grad, couple = lambda z: (0.5 * jnp.sum(z**2, -1), z), Independent().couple
-        >>> cloud = Flow().init(random.key(0), jnp.ones((2, 1)), energy_and_grad, couple)
-        >>> Flow().step(random.key(1), cloud, energy_and_grad, couple, 0.5).z.tolist()
-        [[0.5], [0.5]]
+        >>> kernel = SVGD(potential_fn=lambda z: z**2 / 2, dynamics=Flow(), step_size=0.1)
     """
 
     #: T: the stationary distribution is ``∏_i exp(−U(z_i) / T)``.
     temperature: float = 1.0
+    #: Whether successive clouds are draws. If not, the result of a run is its last cloud.
+    is_sampler: bool = True
     #: Whether D and Q couple the particles without an interaction.
     interacts: ClassVar[bool] = False
     #: Whether the noise of successive gradients may be correlated, as in :class:`~numpyro_repulsion.Sweeps`.
     allows_sweeps: ClassVar[bool] = True
     #: Whether momenta give off the heat of gradient noise, if it is alike in all directions.
     absorbs_noise: ClassVar[bool] = False
-
     #: The step size of an optimizer, unless it is given: its steps have no bias that warmup could measure.
     default_step: ClassVar[float | None] = None
-
-    @property
-    def is_sampler(self) -> bool:
-        """Whether successive clouds are draws. If not, the result of a run is its last cloud."""
-        return True
 
     def step_error(self, coupling: Coupling) -> StepError:
         """Return how much a step distorts the stationary distribution, given a coupling; unknown by default."""
@@ -93,10 +83,8 @@ class Dynamics:
         """Raise ``ValueError`` for starts ``(G, L, d)`` that this dynamics cannot move."""
 
     def allows_jumps(self, interacts: bool) -> bool:
-        """Whether jumps of single particles between updates leave the stationary distribution as it is.
-
-        :param interacts: whether K depends on the particles.
-        """
+        """Whether jumps of single particles between updates leave the stationary distribution as it is, given whether
+        K depends on the particles."""
         return self.is_sampler
 
     def jumped(self, cloud: Cloud, which: Bool[Array, "*particles"]) -> Cloud:
@@ -104,10 +92,8 @@ class Dynamics:
         return cloud
 
     def settled(self, cloud: Cloud, step_size: Float[Array, ""], noise: Float[Array, ""]) -> Cloud:
-        """Return the cloud with its memory adapted to another step and to other scales; unchanged by default.
-
-        :param noise: the mean variance of the gradient over all directions.
-        """
+        """Return the cloud with its memory adapted to another step and to other scales; unchanged by default. The noise
+        is the mean variance of the gradient over all directions."""
         return cloud
 
     def hamiltonian(self, cloud: Cloud) -> Float[Array, "*particles"] | None:
@@ -160,9 +146,8 @@ def turn_back(
     reversed, and goes back about the way it came. In equilibrium one update gains so much energy with a probability
     of about one in a million or less, so the stationary distribution is the same to within that.
 
-    :param has_turned: which particles were turned back in the update before, ``(..., L)``. They go on now: where every
-        update gains energy they could never leave, and the energy stored with a particle may be that of other data.
-    :return: the new cloud, and which particles were turned back, ``(..., L)``.
+    Those that were turned back in the update before, ``(..., L)``, go on now: where every update gains energy they
+    could never leave, and the energy stored with a particle may be that of other data. Which turn is returned too.
     """
     before, after = dynamics.hamiltonian(cloud), dynamics.hamiltonian(proposal)
     if before is None or after is None:

@@ -44,10 +44,9 @@ class Recipe(Dynamics):
     is computed by automatic differentiation. As ε → 0 the stationary distribution is ``exp(−H / T)`` for all D and Q;
     Euler's bias is first order.
 
-    It costs ``n³`` in time and memory. It is meant for research and teaching, and as the reference in tests of the
-    other dynamics. D and Q contain the interaction, so the kernel's ``interaction`` must be ``Independent()`` or
-    ``Balanced()``, and noise is never balanced. ``step_size`` must be given. Positions are whitened if a
-    ``preconditioner`` is given or learned.
+    It costs ``n³`` in time and memory: for research and teaching. D and Q contain the interaction, so the kernel's
+    ``interaction`` must be ``Independent()`` or ``Balanced()``, and noise is never balanced. ``step_size`` must be
+    given. Positions are whitened if a ``preconditioner`` is given or learned.
 
     :param D: ``x -> (n, n)``.
     :param Q: ``x -> (n, n)``; ``None`` is zero.
@@ -69,19 +68,12 @@ class Recipe(Dynamics):
 
     .. doctest::
 
-        >>> from jax import random
         >>> import jax.numpy as jnp
-        >>> from numpyro.infer import MCMC
         >>> from numpyro_repulsion import SGLD
         >>> from numpyro_repulsion.dynamics import Recipe
         >>> def D(x):  # each particle slower where it is far out
         ...     return jnp.diag(1.0 / (1.0 + x.ravel() ** 2))
         >>> kernel = SGLD(potential_fn=lambda z: jnp.sum(z**2) / 2, dynamics=Recipe(D), step_size=0.1)
-        >>> mcmc = MCMC(kernel, num_warmup=0, num_samples=100, num_chains=4, chain_method="vectorized",
-        ...             progress_bar=False)
-        >>> mcmc.run(random.key(0), init_params=random.normal(random.key(1), (4, 2)))
-        >>> mcmc.get_samples().shape
-        (400, 2)
     """
 
     D: Callable[[Float[Array, "n d"]], Float[Array, "_ _"]]
@@ -111,8 +103,7 @@ class Recipe(Dynamics):
         memory: tuple[Shaped[Array, "*particles _"], ...] = ()
         if self.extra:
             memory = (self.temperature**0.5 * normal(key, (*z.shape[:-1], self.extra), z.dtype),)
-        energy, gradient = energy_and_grad(z)
-        return Cloud(z, energy, gradient, memory)
+        return Cloud(z, *energy_and_grad(z))._replace(memory=memory)
 
     def step(self, key, cloud, energy_and_grad, couple, step_size):
         self._require_identity(couple(cloud.z))
@@ -126,15 +117,14 @@ class Recipe(Dynamics):
         noise = einsum("...ij,...j->...i", root, white).reshape(x.shape)
         x = x + step_size * drift + jnp.sqrt(2.0 * step_size * self.temperature) * noise
         z, extra = x[..., : cloud.z.shape[-1]], x[..., cloud.z.shape[-1] :]
-        energy, gradient = energy_and_grad(z)
-        return Cloud(z, energy, gradient, (extra,) if self.extra else ())
+        return Cloud(z, *energy_and_grad(z))._replace(memory=(extra,) if self.extra else ())
 
     def drift(self, x: Float[Array, "n d"], slope: Float[Array, "n d"]) -> Float[Array, "n d"]:
         """Return ``−(D + Q) ∇H + TΓ`` for one ensemble ``(L, d + a)`` and ``slope``, ∇H there, of the same shape."""
 
         def matrix(flat):
-            x_ = flat.reshape(x.shape)
-            return self._symmetric(x_) if self.Q is None else self._symmetric(x_) + _skew(self.Q, x_)
+            D = _matrix(self.D, flat.reshape(x.shape), 1.0)
+            return D if self.Q is None else D + _matrix(self.Q, flat.reshape(x.shape), -1.0)
 
         divergence = jnp.trace(jax.jacfwd(matrix)(x.ravel()), axis1=1, axis2=2)
         return (self.temperature * divergence - matmul(matrix(x.ravel()), slope.ravel())).reshape(x.shape)
@@ -158,13 +148,9 @@ class Recipe(Dynamics):
                         f"Recipe: `D` must be positive semidefinite; its smallest eigenvalue is {smallest:.2g}."
                     )
 
-    def _symmetric(self, x):
-        D = jnp.asarray(self.D(x), x.dtype)
-        return _unless(jnp.abs(D - D.T).max() > _ROUNDING * jnp.abs(D).max(), D)
-
     def _root(self, x):
         # A singular D has no Cholesky factor.
-        values, vectors = jnp.linalg.eigh(self._symmetric(x))
+        values, vectors = jnp.linalg.eigh(_matrix(self.D, x, 1.0))
         values = _unless(values[0] < -_ROUNDING * jnp.abs(values).max(), values)
         return vectors * jnp.sqrt(jnp.maximum(values, 0.0))
 
@@ -176,6 +162,7 @@ class Recipe(Dynamics):
             )
 
 
-def _skew(function, x):
-    Q = jnp.asarray(function(x), x.dtype)
-    return _unless(jnp.abs(Q + Q.T).max() > _ROUNDING * jnp.abs(Q).max(), Q)
+def _matrix(function, x, sign):
+    """Return a matrix that equals its transpose times a sign."""
+    found = jnp.asarray(function(x), x.dtype)
+    return _unless(jnp.abs(found - sign * found.T).max() > _ROUNDING * jnp.abs(found).max(), found)

@@ -40,10 +40,8 @@ class StepError:
     `remaining_noise` and `is_second_order`.
     """
 
-    @property
-    def is_second_order(self) -> bool:
-        """Whether the bias from curvature is of second order in ε."""
-        return False
+    #: Whether the bias from curvature is of second order in ε.
+    is_second_order: bool = False
 
     def bias(self, step_size: Float[AnyArray, ""], stats: CurvatureStats) -> Float[AnyArray, ""]:
         """Return the expected relative inflation of variances by a step; NaN if unknown."""
@@ -55,10 +53,7 @@ class StepError:
         return self.bias(step_size, stats._replace(curvature=flat, noise=stats.isotropic_noise))
 
     def remaining_noise(self, step_size: Float[AnyArray, ""], stats: CurvatureStats) -> Float[AnyArray, ""]:
-        """Return the variance of independent minibatches with the same bias; V by default.
-
-        The noise of successive minibatches of a sweep partly cancels.
-        """
+        """Return the variance of independent minibatches with the same bias: V, and less in a sweep."""
         return stats.noise
 
     def max_step_for_bias(self, tolerance: float, stats: CurvatureStats) -> Float[AnyArray, ""]:
@@ -86,12 +81,9 @@ class StepError:
 
 @dataclass(frozen=True)
 class UnknownError(StepError):
-    """The error of a dynamics for which none is known, so that ``step_size`` must be given.
+    """The error of a dynamics for which none is known, so that ``step_size`` must be given."""
 
-    - **reason** - the message of the ``ValueError`` that any attempt to measure a step raises.
-    """
-
-    reason: str
+    reason: str  # the message of the ``ValueError`` that any attempt to measure a step raises
 
     def bias(self, step_size, stats):
         return xp.full_like(step_size, float("nan"))
@@ -116,10 +108,11 @@ class EulerError(StepError):
         return xp.maximum(curved, (step_size * stats.steepness) ** 2 / 10.0)
 
     def remaining_noise(self, step_size, stats):
-        if stats.sweep is None:
-            return stats.noise
-        passed = step_size * xp.mean(self.coupling.diagonal) * stats.curvature * (stats.sweep + 1.0)
-        return stats.noise * xp.minimum(1.0, passed / 3.0)
+        return stats.noise if stats.sweep is None else stats.noise * xp.minimum(1.0, self._passed(step_size, stats))
+
+    def _passed(self, step_size, stats):
+        # How far the fastest direction goes in a sweep.
+        return step_size * xp.mean(self.coupling.diagonal) * stats.curvature * (stats.sweep + 1.0) / 3.0
 
     def max_step_for_bias(self, tolerance, stats):
         # A step ε inflates the variance along a direction of curvature λ by about ελ/2; gradient noise of variance V
@@ -176,34 +169,28 @@ class MomentumError(EulerError):
     """Dynamics with momenta: a bias of second order in ε if an update is symmetric.
 
     - **friction** - C.
-    - **is_symmetric** - whether an update is symmetric.
+    - **is_second_order** - whether an update is symmetric.
     """
 
     friction: float
-    is_symmetric: bool
-
-    @property
-    def is_second_order(self):
-        return self.is_symmetric
+    is_second_order: bool
 
     def bias(self, step_size, stats):
         bound = self.coupling.bound
         square = step_size**2 / 2.0 * stats.curvature * bound**2
-        curved = _of_second_order(square) if self.is_symmetric else square
+        curved = _of_second_order(square) if self.is_second_order else square
         change = step_size * stats.steepness
         # Above the stability limit, measured variances were several times too large.
         dense = xp.where(change > 1.0, 1e3, change**2 / 10.0)
         return xp.maximum(xp.maximum(self._warming(step_size, stats), curved), dense)
 
-    def remaining_noise(self, step_size, stats):
-        if stats.sweep is None:
-            return stats.noise
-        return stats.noise * xp.minimum(1.0, step_size**2 * self._passed(stats) / 12.0)
+    def _passed(self, step_size, stats):
+        return step_size**2 * (self.coupling.bound**2 * stats.curvature * (stats.sweep + 1.0) ** 2) / 12.0
 
     def max_step_for_bias(self, tolerance, stats):
         # BAOAB at high friction is averaged overdamped dynamics at ε²/2, with the same bias from curvature. The
         # first-order integrator gets a third of that step.
-        limit = _longest_of_second_order(tolerance) if self.is_symmetric else tolerance
+        limit = _longest_of_second_order(tolerance) if self.is_second_order else tolerance
         curved = self.from_overdamped_step(_over(limit, stats.curvature)) / self.coupling.bound
         # An empirical value, the same as for overdamped dynamics although the step is one of time.
         dense = _over((10.0 * tolerance) ** 0.5, stats.steepness)
@@ -223,16 +210,12 @@ class MomentumError(EulerError):
     def from_overdamped_step(self, step_size):
         return xp.sqrt(2.0 * step_size)
 
-    def _passed(self, stats):
-        # The square of the phase that the fastest direction passes through in a sweep, for a step of 1.
-        return self.coupling.bound**2 * stats.curvature * (stats.sweep + 1.0) ** 2
-
     def _warming(self, step_size, stats):
         # The kick multiplies gradient noise by K and the injected noise is white, so the diagonal of K² matters. If an
         # update is symmetric, this is exact on a Gaussian of curvature λ.
         noise = self.coupling.bound * xp.mean(self.coupling.diagonal) * self.remaining_noise(step_size, stats)
         heat = step_size * noise / (2.0 * self.friction)
-        if not self.is_symmetric:
+        if not self.is_second_order:
             return heat
         half = self.friction * step_size / 2.0
         return heat * half / xp.tanh(half) / xp.maximum(1.0 - step_size**2 / 4.0 * stats.curvature, 1e-3)

@@ -8,16 +8,7 @@ from numpyro_repulsion.gradients.all_rows import is_finite_on_all_rows, sites_no
 from numpyro_repulsion.gradients.arrow import Arrow, ArrowRoot, Units
 from numpyro_repulsion.gradients.centering import CenteredTarget, Centering, Recovered
 from numpyro_repulsion.gradients.control import SVRG, ControlVariates, evaluate_reference, fingerprint
-from numpyro_repulsion.gradients.minibatch import (
-    FullData,
-    Gradient,
-    Reference,
-    Subsampled,
-    check_rows,
-    draw_indices,
-    ravel_cloud,
-    rows_to_compare,
-)
+from numpyro_repulsion.gradients.minibatch import FullData, Gradient, Reference, Subsampled, draw_indices, ravel_cloud
 from numpyro_repulsion.gradients.posterior import ModelTarget, likelihood_energies
 from numpyro_repulsion.gradients.structure import check_values, influenced
 from numpyro_repulsion.gradients.sweeps import Sweeps
@@ -41,7 +32,6 @@ __all__ = [
     "Sweeps",
     "Target",
     "Units",
-    "check_rows",
     "check_values",
     "compiled",
     "evaluate_reference",
@@ -54,5 +44,4 @@ __all__ = [
     "is_traced",
     "quickly",
     "ravel_cloud",
-    "rows_to_compare",
 ]

@@ -77,9 +77,7 @@ def check_indices(target: Any) -> None:
 
 def _minibatches(target, pairs):
     """Return by plate the first rows of minibatches, ``(T,)``, that cover all rows, and all pairs of plates that meet.
-
-    All plates go on together, and begin again where they are shorter.
-    """
+    Plates go on together; shorter ones begin again."""
     found: dict = {}
     for group in target.crossed_plates() if pairs else [[name] for name in target.plates]:
         first = [np.minimum(np.arange(0, n, batch), n - batch) for n, batch in (target.plates[name] for name in group)]
@@ -115,11 +113,8 @@ def _differ(one, other):
 
 
 def _places(target: Any, where: np.ndarray, dims: Mapping[str, int], rows: Mapping) -> str:
-    """Return in words for which rows of plates the entries of a site are marked; without plates, which entries.
-
-    :param dims: the dimension of each plate.
-    :param rows: the numbers of the rows of a plate; without them they are counted.
-    """
+    """Return in words for which rows of plates, of these dimensions, the entries of a site are marked; without plates,
+    which entries. The rows of a plate have these numbers, or are counted."""
     found = []
     for plate, dim in dims.items():
         if where.ndim >= -dim and (where.shape[dim] == len(rows[plate]) if plate in rows else where.shape[dim] > 1):
@@ -150,10 +145,8 @@ class _Moved:
 
 
 def _check_negative(target, lengths):
-    """Raise ``ValueError`` for negative integers in the arguments that count from the end of an axis.
-
-    Such an index is known by its effect: with the length of the axis added, nothing changes.
-    """
+    """Raise ``ValueError`` for negative integers in the arguments that count from the end of an axis: nothing changes
+    with its length added."""
     given = {"args": target.args, "kwargs": dict(target.kwargs)}
     paths, structure = jax.tree.flatten_with_path(given, is_leaf=lambda leaf: isinstance(leaf, Rows))
     for number, (path, leaf) in enumerate(paths):
@@ -288,10 +281,8 @@ def _apply(jaxpr, equation, given, fill, lengths):
 
 
 def _index(name, params, given):
-    """Return the indices ``(..., k)`` of a primitive that takes entries, by axis the last that exists and its length.
-
-    The last part is the axes of the result that are no axes of the indices. ``None`` where the model states what to do.
-    """
+    """Return the indices ``(..., k)`` of a primitive that takes entries, by axis the last that exists and its length,
+    and the axes of the result that are no axes of the indices; ``None`` where the model states what to do."""
     position = None
     if name == "gather":
         numbers, sizes, mode = params["dimension_numbers"], params["slice_sizes"], str(params["mode"])
@@ -350,23 +341,26 @@ def sites_not_finite(target: Target, z: Particle, *, doubtful: bool = False) -> 
     :param doubtful: whether to leave out rows with finite densities at draws from the prior or around zero: there the
         particles have had bad luck.
     """
-    with jax.debug_nans(False):
-        return [] if isinstance(target, FunctionTarget) else _sites_not_finite(target, z, doubtful)
-
-
-def _sites_not_finite(target, z, doubtful):
-    # Sums over discrete sites have no parts.
-    names = {"": [*target.plates]} if target.discrete else {name: target.plates_of(name) for name in target.events}
-    found = []
-    for name, plates in names.items():
-        if plates and (rows := _rows_not_finite(target, name, plates, z, doubtful)):
-            found.append(f"'{name}' ({rows})" if name else rows)
-    if target.discrete or found or doubtful:
+    found: list[str] = []
+    if isinstance(target, FunctionTarget):
         return found
-    densities = compiled(lambda target, z: jax.vmap(target.log_densities)(z), target, quickly())(z)
-    for name, value in densities.items():
-        if (bad := ~np.isfinite(np.asarray(value)).any(0)).any():
-            where = "" if names[name] else _places(target, bad, target.dims[name], {})
+    model: Any = target
+    # Equal rows do not show in the usage.
+    used = {name: model.usage.rows[name] | around for name, around in model.subsampled.items()}
+    names = {name: [plate for plate in model.plates if plate in plates] for name, plates in used.items()}
+    if model.discrete:  # Sums over them have no parts.
+        names = {"": [*model.plates]}
+    with jax.debug_nans(False):
+        for name, plates in names.items():
+            if plates and (rows := _rows_not_finite(model, name, plates, z, doubtful)):
+                found.append(f"'{name}' ({rows})" if name else rows)
+        if model.discrete or found or doubtful:
+            return found
+        run = compiled(lambda target, z, rows: jax.vmap(target.at_point, (0, None))(z, rows), model, quickly())
+        values = run(z, model.first_rows)
+    for name, plates in names.items():
+        if (bad := ~np.isfinite(np.asarray(values[name])).any(0)).any():
+            where = "" if plates else _places(model, bad, model.dims[name], {})
             found.append(f"'{name}'" + (f" ({where})" if where else ""))
     return found
 
@@ -382,7 +376,7 @@ def _rows_not_finite(target, name, plates, z, doubtful):
 
     def density(target, z, rows):
         # With a name of no site, of all.
-        return jnp.sum(target.log_densities(z, rows)[name]) if name else target.potential_energy(z, rows, random.key(0))
+        return jnp.sum(target.at_point(z, rows)[name]) if name else target.potential_energy(z, rows, random.key(0))
 
     def look(target, z, chosen):
         def each(chosen):

@@ -84,10 +84,7 @@ class Units:
 
     @property
     def num_signs(self) -> int:
-        """The number s of sets of signs: 1 for all units, and then by each binary digit of their numbers.
-
-        So the signs of any two units agree in the first and differ in another one.
-        """
+        """The number s of sets of signs: 1 for all units, and then, so that any two differ, by each binary digit."""
         return 1 + max(self.number - 1, 0).bit_length()
 
     @property
@@ -101,10 +98,7 @@ class Units:
         return 1 - 2 * ((which > 0) & (units.arange(self.number) >> units.maximum(which - 1, 0)) & 1)
 
     def probe(self, i: Integer[AnyArray, ""] | int) -> Float[AnyArray, " d"]:
-        """Return one direction: of the globals one by one, then of one entry of each unit, with each set of signs.
-
-        The first g + k determine an arrow.
-        """
+        """Return one direction: of the globals one by one, then of one entry of each unit, with each set of signs."""
         g, k, numbers = self.num_globals, max(self.size, 1), namespace(i).arange
         is_entry = (numbers(self.size) == (i - g) % k) & (i >= g)
         return self.join(1.0 * (numbers(g) == i), 1.0 * self.signs((i - g) // k)[:, None] * is_entry)
@@ -156,7 +150,7 @@ class Arrow:
 
     @staticmethod
     def of_products(units: Units, products: Float[AnyArray, "m d"]) -> Arrow:
-        """Return the arrow with these products with the first probes, or all."""
+        """Return the arrow with these products with the first g + k probes, which determine it, or all."""
         g, k = units.num_globals, units.size
         rest, cross = units.split(products[:g])
         _, blocks = units.split(products[g : g + k])
@@ -179,9 +173,6 @@ class Arrow:
             matmul(rest, self.rest) + matmul(flat, cross),
             matmul(rest, cross.T).reshape(own.shape) + _by_unit(self.blocks, own),
         )
-
-    def __add__(self, other: Arrow) -> Arrow:
-        return jax.tree.map(lambda a, b: a + b, self, other)
 
     def scaled(self, scale: Float[AnyArray, " d"]) -> Arrow:
         """Return ``S H S`` for a diagonal S, ``(d,)``."""
@@ -329,14 +320,11 @@ def find_units(target: Target, dimension: int) -> Units | None:
             if trial.disagreement(product(trial.probes(trial.num_globals))) < TOLERANCE:
                 units = trial
         found.append(units)
-    return min((units for units in found if _is_affordable(units, target)), key=lambda x: x.num_globals, default=None)
-
-
-def _is_affordable(units, target):
-    rows = sum(size for size, _ in target.plates.values())
-    number = units.num_globals
-    is_small = number <= min(1024, units.dimension // 2) and number * units.dimension <= MOST_NUMBERS
-    return is_small and rows * (number + units.size) <= 2e8
+    # The largest number of globals that is affordable, and by the number of rows for each probe.
+    most = min(1024, dimension // 2, MOST_NUMBERS // dimension)
+    num_probes = 2e8 / max(1, sum(size for size, _ in target.plates.values()))
+    affordable = (x for x in found if x.num_globals <= most and x.num_globals + x.size <= num_probes)
+    return min(affordable, key=lambda x: x.num_globals, default=None)
 
 
 def _is_refused(units, product):

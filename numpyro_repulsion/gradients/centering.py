@@ -43,26 +43,19 @@ class Recovered(NamedTuple):
     """Particles in the coordinates of the model, and the location and scale of each of its entries; all ``(..., d)``.
 
     - **z** - the unconstrained position, flat.
-    - **centered** - x, the same in centered form: ``s z`` for effects that the model multiplies by s, else z.
     - **location**, **scale** - m and s of x; 0 and 1 for sites that cannot be centered partly.
     - **log_volume** - ``log dx/dz``.
     """
 
     z: Float[AnyArray, "*particles d"]
-    centered: Float[AnyArray, "*particles d"]
     location: Float[AnyArray, "*particles d"]
     scale: Float[AnyArray, "*particles d"]
     log_volume: Float[AnyArray, "*particles d"]
 
-    @staticmethod
-    def of(
-        z: Float[AnyArray, "*particles d"],
-        location: Float[AnyArray, "*particles d"],
-        scale: Float[AnyArray, "*particles d"],
-        log_volume: Float[AnyArray, "*particles d"],
-    ) -> Recovered:
-        """Return the particle z with its centered form."""
-        return Recovered(z, z * jnp.exp(log_volume), location, scale, log_volume)
+    @property
+    def centered(self) -> Float[AnyArray, "*particles d"]:
+        """x, z in centered form: ``s z`` for effects that the model multiplies by s, else z."""
+        return self.z * jnp.exp(self.log_volume)
 
 
 class CenteredTarget(Wrapped):
@@ -165,7 +158,7 @@ class CenteredTarget(Wrapped):
             return ravel_pytree(nothing | values)[0].astype(y.dtype)
 
         location, log_scale = (flat({name: prior[i] for name, prior in priors.items()}) for i in (0, 1))
-        return Recovered.of(flat(z), location, jnp.exp(log_scale), flat(products))
+        return Recovered(flat(z), location, jnp.exp(log_scale), flat(products))
 
     def to_coordinates(self, found: Recovered) -> Float[Array, "*particles d"]:
         """Return y for particles ``(..., d)`` recovered in the coordinates of the model."""
@@ -225,4 +218,4 @@ class CenteredTarget(Wrapped):
 
         volume = jax.vmap(log_scale)(found.z).astype(found.z.dtype)
         scale = jnp.where(volume == 0, found.scale, jnp.exp(volume))
-        return Recovered.of(found.z, found.location, scale, volume)
+        return Recovered(found.z, found.location, scale, volume)

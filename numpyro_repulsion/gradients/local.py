@@ -28,6 +28,7 @@ latent variables are jointly Gaussian.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 import itertools
 import math
 from typing import Any, NamedTuple
@@ -88,9 +89,6 @@ class LocalSite(NamedTuple):
     shape: tuple[int, ...]
     axis: int
 
-    def by_row(self, u: Array) -> Float[Array, "B k"]:
-        return jnp.moveaxis(u, self.axis, 0).reshape(self.shape[self.axis], -1)
-
     def of_rows(self, u: Float[Array, "B k"]) -> Array:
         rows, *rest = self.shape[self.axis], *self.shape[: self.axis], *self.shape[self.axis + 1 :]
         return jnp.moveaxis(u.reshape(rows, *rest), 0, self.axis)
@@ -137,12 +135,16 @@ class Outside(Messenger):
         if msg["type"] == "deterministic":
             return
         frame, *others = around
-        _check_site(msg, frame.name, [*others, *self._other_subsampled(frame.name)])
-        if frame.name not in self.plates:
-            (self.plates[frame.name],) = (x for x in _plates() if x.name == frame.name)
+        plates = {x.name: x for x in _PYRO_STACK if isinstance(x, numpyro.plate)}
+        others += [x for x in plates.values() if x.name != frame.name and x.subsample_size < x.size]
+        _check_site(msg, frame.name, others)
+        self.plates.setdefault(frame.name, plates[frame.name])
         if not msg["is_observed"]:
-            site = self.latent.setdefault(frame.name, {})[msg["name"]] = _local_site(msg, frame)
-            msg["value"] = biject_to(msg["fn"].support)(jnp.full(site.shape, self.fill))
+            fn, to_support = msg["fn"], biject_to(msg["fn"].support)
+            shape = jax.eval_shape(to_support.inv, jax.ShapeDtypeStruct(fn.shape(), jnp.result_type(float))).shape
+            site = LocalSite(shape, len(fn.batch_shape) + frame.dim)
+            self.latent.setdefault(frame.name, {})[msg["name"]] = site
+            msg["value"] = to_support(jnp.full(shape, self.fill))
 
     def postprocess_message(self, msg):
         if msg["type"] in ("sample", "param", "mutable", "plate") and not msg.get("stop"):
@@ -151,40 +153,6 @@ class Outside(Messenger):
             self.keys.append(msg["value"])
         if msg["type"] == "plate":
             self.sizes[msg["name"]] = msg["args"][0]
-
-    @staticmethod
-    def _other_subsampled(name):
-        return [x for x in _plates() if x.name != name and x.subsample_size < x.size]
-
-
-def _plates():
-    return [handler for handler in _PYRO_STACK if isinstance(handler, numpyro.plate)]
-
-
-def _fixed(x):
-    # Rows stay the same objects, by which devices know them.
-    return lax.stop_gradient(x) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x
-
-
-def _too_many(latent, plate, dimension):
-    """Return, in words, that there are too many latent variables of each row."""
-    imputed = [name.removesuffix("_unobserved") for name in latent if name.endswith("_unobserved")]
-    remedy = "Move them out of the plate and index them, or drop `subsample_size`."
-    if imputed:
-        remedy = (
-            f"Leave hidden entries out instead of imputing them, `with numpyro.handlers.mask(mask=mask[i]): "
-            f"numpyro.sample('{imputed[0]}', ..., obs=y[i])`: the posterior of the parameters is the same."
-        )
-    return (
-        f"The sites {sorted(latent)} inside of the subsampled plate '{plate}' have {dimension} latent variables for "
-        f"each row; particles integrate over 1 to {max(NUM_POINTS)}. {remedy}"
-    )
-
-
-def _local_site(msg, frame):
-    fn = msg["fn"]
-    shape = jax.eval_shape(biject_to(fn.support).inv, jax.ShapeDtypeStruct(fn.shape(), jnp.result_type(float))).shape
-    return LocalSite(shape, len(fn.batch_shape) + frame.dim)
 
 
 def _check_site(msg, plate, others):
@@ -243,31 +211,46 @@ class Integrated:
         return found
 
     def _rows(self, args, kwargs):
-        outside = Outside(None, self.plates)
+        run, outside = partial(self.model, *args, **kwargs), Outside(None, self.plates)
         with outside:
-            self.model(*args, **kwargs)
-        return [(plate, Rowwise(self.model, args, kwargs, outside, name)) for name, plate in outside.plates.items()]
+            run()
+        return [(plate, Rowwise(run, outside, name)) for name, plate in outside.plates.items()]
+
+
+def _fixed(x):
+    # Rows stay the same objects, by which devices know them.
+    return lax.stop_gradient(x) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x
 
 
 class Rowwise:
     """The rows of a minibatch, given all that a model has outside of their plate."""
 
-    def __init__(self, model, args, kwargs, outside, plate):
-        self.model, self.args, self.kwargs, self.keys = model, args, kwargs, outside.keys
-        self.known, self.plate, self.latent = outside.known, outside.plates[plate], outside.latent.get(plate, {})
-        self.sizes, self.rows = outside.sizes, {name: outside.known[name] for name in outside.sizes}
-        dimension = sum(math.prod(x.shape) // x.shape[x.axis] for x in self.latent.values())
-        if not 0 < dimension <= max(NUM_POINTS):
-            raise ValueError(_too_many(self.latent, plate, dimension))
+    def __init__(self, run: Callable, outside: Outside, plate: str):
+        self.run, self.outside, self.plate = run, outside, outside.plates[plate]
+        self.latent = outside.latent.get(plate, {})
+        self.widths = [math.prod(x.shape) // x.shape[x.axis] for x in self.latent.values()]
+        if 0 < sum(self.widths) <= max(NUM_POINTS):
+            return
+        imputed = [name.removesuffix("_unobserved") for name in self.latent if name.endswith("_unobserved")]
+        remedy = "Move them out of the plate and index them, or drop `subsample_size`."
+        if imputed:
+            remedy = (
+                f"Leave hidden entries out instead of imputing them, `with numpyro.handlers.mask(mask=mask[i]): "
+                f"numpyro.sample('{imputed[0]}', ..., obs=y[i])`: the posterior of the parameters is the same."
+            )
+        raise ValueError(
+            f"The sites {sorted(self.latent)} inside of the subsampled plate '{plate}' have {sum(self.widths)} latent "
+            f"variables for each row; particles integrate over 1 to {max(NUM_POINTS)}. {remedy}"
+        )
 
     def filled(self, value: float) -> Float[Array, "B k"]:
         """Return unconstrained coordinates that all have a value."""
-        return jnp.concatenate([x.by_row(jnp.full(x.shape, value)) for x in self.latent.values()], -1)
+        site = next(iter(self.latent.values()))
+        return jnp.full((site.shape[site.axis], sum(self.widths)), value)
 
     def split(self, u: Float[Array, "B k"]) -> dict[str, Array]:
         """Return the values of the unconstrained sites."""
-        sizes = [math.prod(x.shape) // x.shape[x.axis] for x in self.latent.values()]
-        parts = jnp.split(u, np.cumsum(sizes)[:-1], -1)
+        parts = jnp.split(u, np.cumsum(self.widths)[:-1], -1)
         return {name: site.of_rows(part) for (name, site), part in zip(self.latent.items(), parts, strict=True)}
 
     def sites(self, u: Float[Array, "B k"], is_fixed: bool = False) -> dict[str, dict]:
@@ -275,19 +258,18 @@ class Rowwise:
 
         :param is_fixed: whether derivatives take what is outside of the plate as constant.
         """
-        values = self.split(u)
-        known = jax.tree.map(_fixed, self.known) if is_fixed else self.known
+        values, known, sizes = self.split(u), self.outside.known, self.outside.sizes
+        known = jax.tree.map(_fixed, known) if is_fixed else known
+        rows = {name: self.outside.known[name] for name in sizes}
 
         def to_support(site):
             if site["type"] == "sample" and site["name"] in values:
                 return biject_to(site["fn"].support)(values[site["name"]])
             return None
 
-        model = _Keys(substitute(substitute(self.model, data=known), substitute_fn=to_support), self.keys)
+        model = _Keys(substitute(substitute(self.run, data=known), substitute_fn=to_support), self.outside.keys)
         with block():
-            return trace(TakesRows(seed(model, random.key(0)), self.rows, self.sizes)).get_trace(
-                *self.args, **self.kwargs
-            )
+            return trace(TakesRows(seed(model, random.key(0)), rows, sizes)).get_trace()
 
     def log_density(self, is_fixed: bool = False) -> LogDensity:
         return lambda u: self._total(self.sites(u, is_fixed), self.split(u))
@@ -454,12 +436,10 @@ def _backward(lower, x):
     return jnp.stack(found, -1)
 
 
-def draw_rows(
-    key: jax.Array, log_density: LogDensity, start: Float[Array, "B k"], number: int = 200
-) -> Float[Array, "B k"]:
-    """Return one draw from each row's density, by importance resampling of draws from Student's t about its mode."""
+def draw_rows(key: jax.Array, log_density: LogDensity, start: Float[Array, "B k"]) -> Float[Array, "B k"]:
+    """Return one draw from each row's density, of 200 draws from Student's t about its mode, chosen by importance."""
     normal_key, scale_key, choice_key = random.split(key, 3)
-    mode, freedom = find_modes(log_density, start), 5.0
+    mode, freedom, number = find_modes(log_density, start), 5.0, 200
     scale = jnp.sqrt(freedom / random.chisquare(scale_key, freedom, (number, len(start), 1), start.dtype))
     x = scale * random.normal(normal_key, (number, *start.shape), start.dtype)
     points = mode.at(x)

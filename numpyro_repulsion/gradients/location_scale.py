@@ -46,15 +46,15 @@ class _Use(NamedTuple):
 class Products:
     """Products of latent effects z and scales s in a model, as in non-centered models written by hand.
 
-    A model may be written with ``x = s z`` and a prior of z that does not depend on s. Where the likelihood depends on
-    z and s through x alone, it satisfies ``∂L/∂log s = z·∂L/∂z``, and likewise with ``p z`` for ``x = s^p z``. So
-    p can be estimated from gradients at some particles; it is 0 where the model has no such product. As x is then
-    centered by a share c, its coordinate is ``y = s^c z``. This is a change of variables for any p, so the posterior
-    never depends on it.
+    A model may be written with ``x = s^p z`` and a prior of z that does not depend on s. Where the likelihood depends
+    on z and s through x alone, it satisfies ``∂L/∂log s = p z·∂L/∂z``, so p can be estimated from gradients at some
+    particles; it is 0 where the model has no such product. As x is then centered by a share c, its coordinate is
+    ``y = s^{pc} z``. This is a change of variables for any p, so the posterior never depends on it.
 
     :param others: sites that are in coordinates of their own already.
 
     - **pairs** - the names of an effect and a scale, to each of which a power belongs.
+    - **sites** - the names of all effects and scales.
     """
 
     def __init__(self, target: Any, sites: Mapping[str, dict], others: Collection[str]):
@@ -80,6 +80,7 @@ class Products:
         # An effect of one product that is the scale of another would be in coordinates that depend on each other.
         scaled = {effect for effect, _ in pairs}
         self.pairs = [(effect, scale) for effect, scale in pairs if scale not in scaled]
+        self.sites = {name for pair in self.pairs for name in pair}
 
     def log_scales(self, z: Particle, powers: jax.Array) -> dict[str, jax.Array]:
         """Return the logarithm of the scale of each effect, of its shape, at a particle with these powers."""
@@ -89,27 +90,15 @@ class Products:
             found[effect] = jnp.broadcast_to(part + found.get(effect, 0.0), z[effect].shape)
         return found
 
-    @property
-    def sites(self) -> set[str]:
-        """The names of all effects and scales of products."""
-        return {name for pair in self.pairs for name in pair}
-
     def powers(self, particles: Particle, gradients: Particle) -> jax.Array:
-        """Return the power of each pair.
-
-        :param particles: some particles, with leaves ``(n, ...)``.
-        :param gradients: ∇U without the priors of `sites` there.
-        """
+        """Return the power of each pair from particles with leaves ``(n, ...)``, and ∇U without priors of `sites`."""
         found = [jnp.zeros(())] * len(self.pairs)
         for scale in dict.fromkeys(scale for _, scale in self.pairs):
             numbers = [i for i, pair in enumerate(self.pairs) if pair[1] == scale]
             u, slope = particles[scale], gradients[scale]
             speed = jax.vmap(jax.grad(lambda u, log=self._logarithms[scale]: log(u).sum()))(u)
-            columns = []
-            for i in numbers:
-                effect = self.pairs[i][0]
-                product = particles[effect] * gradients[effect]
-                columns.append(jax.vmap(_summed_to)(product, u).ravel())
+            effects = (self.pairs[i][0] for i in numbers)
+            columns = [jax.vmap(_summed_to)(particles[x] * gradients[x], u).ravel() for x in effects]
             for i, power in zip(numbers, _fitted(jnp.stack(columns, 1), (slope / speed).ravel()), strict=True):
                 found[i] = power
         return jnp.stack(found)
@@ -181,8 +170,7 @@ def _fitted(columns, target):
 
 def _summed_to(x, like):
     """Return the sums of x over the axes along which ``like`` would be repeated to its shape."""
-    (summed,) = jax.vjp(lambda like: jnp.broadcast_to(like, x.shape), like)[1](x)
-    return summed
+    return jax.vjp(lambda like: jnp.broadcast_to(like, x.shape), like)[1](x)[0]
 
 
 def _fits(small, large):
@@ -199,10 +187,8 @@ def base_support(support: Any) -> Any:
 
 
 def _logarithm(support, shape):
-    """Return the function from unconstrained values to logarithms of positive ones; ``None`` for a site without these.
-
-    A single real number may be a logarithm itself.
-    """
+    """Return the function from unconstrained values to logarithms of positive ones, such as a real number itself;
+    ``None`` for a site without these."""
     if (base := base_support(support)) is constraints.real:
         return (lambda u: u) if np.prod(shape) == 1 else None
     # A bound may depend on other sites, and the transform with it.
@@ -246,7 +232,7 @@ class Translations:
 
     def __init__(self, target: Any, sites: Mapping[str, dict], pairs: list[tuple[str, str]]):
         shapes = {name: site.shape for name, site in target.prototype.items()}
-        scales = {name: causes.scale for name, causes in target.location_scale.items() if not causes.location}
+        scales = {name: scale for name, (location, scale) in target.location_scale.items() if not location}
         for effect, scale in pairs:
             scales[effect] = scales.get(effect, frozenset()) | {scale}
         # A scale must not depend on effects that move with their mean, nor on the base.
@@ -270,12 +256,12 @@ class Translations:
     def bases(self, gradient: jax.Array, scale: jax.Array, min_spread: float) -> jax.Array:
         """Return the entry that is the base of each group, ``(g,)``; -1 for a group without one.
 
-        Where the scale is known well, the coordinates of the model do as well. An entry with a prior narrower than that
-        of the mean of the effects would not let this mean vary.
+        An entry with a prior narrower than that of the mean of the effects would not let this mean vary.
 
         :param gradient: ∇U without priors at some particles, with respect to their centered form, ``(n, d)``.
         :param scale: the scale of each entry there; 1 for what is no effect.
-        :param min_spread: the smallest standard deviation of log s for which a group gets a base.
+        :param min_spread: the smallest standard deviation of log s for which a group gets a base: where the scale is
+            known well, the coordinates of the model do as well.
         """
         total, log_scale = self.sums(gradient), self.means(jnp.log(scale))
         residual = jnp.sum((gradient[:, None] - total[:, :, None]) ** 2, 0)
@@ -315,15 +301,9 @@ def _variance(fn):
 # --- Sites with a location and a scale. ---
 
 
-class Causes(NamedTuple):
-    """The latent sites that the location and the scale of a site's prior depend on."""
-
-    location: frozenset[str]
-    scale: frozenset[str]
-
-
-def location_scale_sites(target: Any, sites: Mapping[str, dict]) -> dict[str, Causes]:
-    """Return the latent sites of a model with a location, and a scale that depends on other latent sites.
+def location_scale_sites(target: Any, sites: Mapping[str, dict]) -> dict[str, list[frozenset[str]]]:
+    """Return the latent sites of a model with a location, and a scale that depends on other latent sites; with the
+    sites that the two depend on.
 
     A site with a weight, by ``numpyro.handlers.scale``, is left out: the volume of its coordinates has none.
     """
@@ -344,8 +324,8 @@ def location_scale_sites(target: Any, sites: Mapping[str, dict]) -> dict[str, Ca
     with suppress(AssertionError, KeyError, TypeError, ValueError):  # Such a model keeps its own coordinates.
         # A site may have the name of a parameter of `eval_provenance`.
         causes = eval_provenance(priors, **{f"_{name}": x for name, x in target.prototype.items()})
-        found = {name: Causes(*(frozenset(x[1:] for x in own) for own in both)) for name, both in causes.items()}
-        return {name: found[name] for name in sorted(found) if found[name].scale}
+        found = {name: [frozenset(x[1:] for x in own) for own in causes[name]] for name in sorted(causes)}
+        return {name: both for name, both in found.items() if both[1]}
     return {}
 
 

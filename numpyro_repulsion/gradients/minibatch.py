@@ -50,11 +50,6 @@ class Reference(NamedTuple):
     age: Integer[AnyArray, ""] = None
     hessian: Arrow | None = None
 
-    @property
-    def is_of_second_order(self) -> bool:
-        """Whether gradients are corrected to second order, after warmup; in warmup, which compares orders, false."""
-        return self.order is None and self.hessian is not None
-
     @staticmethod
     def none(shape: int | tuple[int, ...], dtype, order: int = 0, units: Units | None = None) -> Reference:
         """Return an empty reference for positions of a shape ``(d,)`` or ``(G, L, d)``.
@@ -77,6 +72,14 @@ class Gradient:
     block_size: int = 1
     #: Of how many particles gradients are evaluated at a time; ``None`` for all.
     chunk_size: int | None = None
+    #: Whether all its minibatches have exactly ``subsample_size`` rows.
+    keeps_subsample_size: bool = False
+    #: Whether it corrects gradients at reference points, with gradients over all rows there.
+    has_reference: bool = False
+
+    def __post_init__(self) -> None:
+        if self.chunk_size is not None:
+            keep(self, "chunk_size", integer, expected="None or a number of particles, an integer of 1 or more")
 
     def is_noisy(self, target: Target) -> bool:
         """Whether U and ∇U are estimates that differ from update to update; true unless a subclass knows better."""
@@ -85,23 +88,11 @@ class Gradient:
     @property
     def splits(self) -> bool:
         """Whether equal parts of a minibatch come from equal parts of the plate, so that devices can share its rows."""
-        return False
-
-    @property
-    def keeps_subsample_size(self) -> bool:
-        """Whether all its minibatches have exactly ``subsample_size`` rows."""
-        return False
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether it corrects gradients at reference points, with gradients over all rows there."""
-        return False
+        return type(self).rows in (FullData.rows, Subsampled.rows)  # Other rows may come from anywhere.
 
     def hessian_units(self, target: Target, dimension: int) -> Units | None:
-        """Return the units of the Hessian over all rows at a reference point, for so many parameters.
-
-        ``None`` if it does not correct gradients by it. Without sites of units, the Hessian is dense.
-        """
+        """Return the units of the Hessian over all rows at a reference point, for so many parameters; ``None`` if it
+        does not correct gradients by it."""
         return None
 
     def at(self, num_updates: Integer[Array, ""], seed: Integer[Array, ""]) -> Gradient:
@@ -112,21 +103,13 @@ class Gradient:
         """
         return self
 
-    @property
-    def depends_on_updates(self) -> bool:
-        """Whether the gradient of an update depends on how many were done before."""
-        return type(self).at is not Gradient.at
-
     def sweep_length(self, target: Target) -> int | None:
         """Return the number of updates that pass through all rows once; ``None`` for independent minibatches."""
         return None
 
     def check_rows(self, target: Target) -> None:
-        """Raise ``ValueError`` for models of which this gradient would sample another posterior.
-
-        :raises ValueError: for a site that uses rows of a subsampled plate from outside, scaled by hand with a factor
-            that is only right for minibatches of ``subsample_size`` rows.
-        """
+        """Raise ``ValueError`` for models of which this gradient would sample another posterior: here with a site that
+        uses rows of a subsampled plate from outside, scaled by hand for minibatches of ``subsample_size`` rows."""
         if target.rows_outside and not self.keeps_subsample_size:
             name, plates = next(iter(target.rows_outside.items()))
             raise ValueError(
@@ -141,12 +124,44 @@ class Gradient:
         return {name: batch for name, (_, batch) in target.plates.items()}
 
     def share(self, target: Target) -> None:
-        """Put rows of the model on the devices for rows of the mesh of ``jax.set_mesh``, if it has any.
+        """Put the `Rows` of a model on the devices for rows of the mesh of ``jax.set_mesh``, if any, each its share.
 
-        :raises ValueError: for minibatches that these devices cannot share.
+        :raises ValueError: for minibatches that the devices cannot share.
         """
-        if num_devices(ROWS) > 1:
-            _share(target, self.batches(target) if self.splits else None, self.block_size)
+        count = num_devices(ROWS)
+        if count == 1:
+            return
+        found = host_rows((target.args, target.kwargs))
+        try:
+            mesh = jax.sharding.get_mesh()
+        except ValueError:
+            found = []  # While a program is traced, they are there already.
+        for rows in found:
+            rows.share(mesh, self.block_size)
+        if not self.splits:
+            return
+        for group in target.crossed_plates():
+            if len(group) > 1:
+                raise ValueError(
+                    f"A site uses rows of all the plates {group}, so devices that divide these rows would omit pairs "
+                    f"of rows. Use a mesh without the axis '{ROWS}', or subsample only one of the plates."
+                )
+        if target.rows_outside:
+            raise ValueError(
+                f"The sites {list(target.rows_outside)} use rows of a subsampled plate outside of it, scaled by hand "
+                f"for whole minibatches. Put them into the plate, or use a mesh without the axis '{ROWS}'."
+            )
+        for name, batch in self.batches(target).items():
+            is_all = batch == target.plates[name][0]
+            per = count * (1 if is_all else self.block_size)
+            if batch % per:
+                remedy = f"a mesh without the axis '{ROWS}', or minibatches"
+                if not is_all:
+                    remedy = f"a multiple of {per}, as in subsample_size={max(1, batch // per) * per}"
+                raise ValueError(
+                    f"The {batch} rows in a minibatch of the plate {name!r} cannot be shared equally by the {count} "
+                    f"devices of the axis '{ROWS}'. Use {remedy}."
+                )
 
     def epoch_length(self, target: Target, num_steps: int) -> int | None:
         """Return the number of updates, in whole iterations of ``num_steps``, after which each particle renews its
@@ -219,17 +234,11 @@ def _over_particles(function, chunk_size, in_axes, *given):
     return lax.map(lambda x: function(*(x.get(k, y) for k, y in enumerate(given))), own, batch_size=chunk_size)
 
 
-def _check_chunk_size(gradient):
-    if gradient.chunk_size is not None:
-        keep(gradient, "chunk_size", integer, expected="None or a number of particles, an integer of 1 or more")
-
-
 @dataclass(frozen=True)
 class FullData(Gradient):
     """All rows in every update, including those of subsampled plates.
 
-    :param chunk_size: the number of particles whose gradients are evaluated at a time, as for
-        :class:`~numpyro_repulsion.Subsampled`.
+    :param chunk_size: as for :class:`~numpyro_repulsion.Subsampled`.
 
     **Example**
 
@@ -240,13 +249,6 @@ class FullData(Gradient):
     """
 
     chunk_size: int | None = field(default=None, kw_only=True, repr=False)
-
-    def __post_init__(self):
-        _check_chunk_size(self)
-
-    @property
-    def splits(self):
-        return type(self).rows is FullData.rows
 
     def batches(self, target):
         return {name: size for name, (size, _) in target.plates.items()}
@@ -268,24 +270,11 @@ class Subsampled(Gradient):
 
     :param shared: whether the particles of an ensemble share a minibatch. By default each has its own: a shared
         minibatch gives all particles the same gradient noise, which averaging over particles does not remove, and which
-        repulsion accumulates over neighbors. Measured on N(0, I₂) with 20 particles, RBF bandwidth 2, step size 0.02
-        and gradient noise of variance 4 (the exact values are 1 and 1):
-
-        ==================  =================  =======================================
-        ..                  marginal variance  20 × variance of the ensemble's mean
-        ==================  =================  =======================================
-        SGLD, shared        1.05               1.83
-        SGLD, own           1.05               1.04
-        SGLDR, shared       1.23               7.48
-        SGLDR, own          1.03               1.39
-        ==================  =================  =======================================
-
-        A shared minibatch is cheaper: one gather and one matrix product for all particles.
-    :param block_size: the number of consecutive rows drawn together; it must divide each ``subsample_size``. Memory is
-        read in lines, so long blocks are fetched several times faster if there are many rows. All rows stay equally
-        likely, and gradients are unbiased for any order of the rows. Similar neighbors add to the noise, however, so
-        the rows must be in random order (shuffle them once). In sorted data the noise is far larger; warmup measures
-        it and shortens the steps.
+        repulsion accumulates over neighbors (:ref:`measured <whose-minibatch>`). It is cheaper: one gather and one
+        matrix product for all particles.
+    :param block_size: the number of consecutive rows drawn together; it must divide each ``subsample_size``. Of many
+        rows, long blocks are fetched several times faster. Gradients are unbiased for any order of the rows, but
+        similar neighbors add to the noise, so shuffle the rows once; in sorted data steps are far shorter.
     :param chunk_size: the number of particles whose gradients are evaluated at a time: memory holds the intermediate
         values of so many copies of the model. ``None`` evaluates all together, which is fastest for small models. Draws
         depend on it by rounding only.
@@ -305,18 +294,12 @@ class Subsampled(Gradient):
     chunk_size: int | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self):
+        super().__post_init__()
         keep(self, "shared", boolean)
-        _check_chunk_size(self)
         keep(self, "block_size", integer, expected="a number of rows, an integer of 1 or more")
 
-    @property
-    def keeps_subsample_size(self):
-        return True
-
-    @property
-    def splits(self):
-        # Rows that a subclass draws may come from anywhere.
-        return type(self).rows is Subsampled.rows
+    # A reference uses all rows, in pieces that fit into memory.
+    keeps_subsample_size = property(lambda self: not self.has_reference)
 
     def rows(self, key, target, shape):
         shape = shape[:1] if self.shared else shape
@@ -369,16 +352,6 @@ def ravel_cloud(z: Particle) -> tuple[Float[Array, "L d"], Callable]:
     return jax.vmap(lambda particle: ravel_pytree(particle)[0])(z), unravel
 
 
-def rows_to_compare(target: Target) -> Indices:
-    """Return up to 1,000 rows of each plate, spread evenly over it, in minibatches ``(m, B)``."""
-    counts = [min(size, 1000) // batch for size, batch in target.plates.values()]
-    number = max(1, min(counts, default=1))
-    return {
-        name: jnp.asarray((np.arange(number * batch) * size // (number * batch)).reshape(number, batch))
-        for name, (size, batch) in target.plates.items()
-    }
-
-
 # --- Data that are no arrays in memory, or that several devices share. ---
 
 
@@ -417,8 +390,8 @@ def check_sizes(args: tuple, kwargs: Mapping) -> None:
     for leaf in jax.tree.leaves((args, dict(kwargs))):
         if isinstance(leaf, np.memmap) and leaf.nbytes > (memory := device_memory()) / 4:
             raise ValueError(
-                f"An argument of the model is an array on disk of {_gigabytes(leaf)}, and would be copied to a device "
-                f"with {memory / 2**30:.1f} GiB. Pass numpyro_repulsion.Rows(array) to leave it on disk."
+                f"An argument of the model is an array on disk of {leaf.nbytes / 2**30:.1f} GiB, and would be copied "
+                f"to a device with {memory / 2**30:.1f} GiB. Pass numpyro_repulsion.Rows(array) to leave it on disk."
             )
 
 
@@ -427,13 +400,10 @@ def check_rows(args: tuple, kwargs: Mapping) -> None:
     for rows in host_rows((args, dict(kwargs))):
         if rows.nbytes > (memory := device_memory()) / 4:
             raise ValueError(
-                f"Each update would read all of {rows!r}, {_gigabytes(rows)}, to a device with {memory / 2**30:.1f} "
-                "GiB. Give the plate a `subsample_size`, such as 500, and do not use gradient=FullData()."
+                f"Each update would read all of {rows!r}, {rows.nbytes / 2**30:.1f} GiB, to a device with "
+                f"{memory / 2**30:.1f} GiB. Give the plate a `subsample_size`, such as 500, and do not use "
+                "gradient=FullData()."
             )
-
-
-def _gigabytes(array):
-    return f"{array.nbytes / 2**30:.1f} GiB"
 
 
 @jax.tree_util.register_pytree_node_class
@@ -461,47 +431,6 @@ class Share(Rows):
         return cls(rows, shards, children[0])
 
 
-def _share(target: Target, batches: Mapping[str, int] | None, block_size: int) -> None:
-    """Put the `Rows` of a model on the devices for rows of the mesh of ``jax.set_mesh``, each its share.
-
-    :param batches: the number of rows in a minibatch of each plate, if the devices share these too.
-    :param block_size: the number of consecutive rows drawn together.
-    :raises ValueError: for minibatches that the devices cannot share equally, and sites whose terms would be missing.
-    """
-    found = host_rows((target.args, target.kwargs))
-    try:
-        mesh = jax.sharding.get_mesh()
-    except ValueError:
-        found = []  # While a program is traced, they are there already.
-    for rows in found:
-        rows.share(mesh, block_size)
-    if batches is None:
-        return
-    for group in target.crossed_plates():
-        if len(group) > 1:
-            raise ValueError(
-                f"A site uses rows of all the plates {group}, so devices that divide these rows would omit pairs of "
-                f"rows. Use a mesh without the axis '{ROWS}', or subsample only one of the plates."
-            )
-    if target.rows_outside:
-        raise ValueError(
-            f"The sites {list(target.rows_outside)} use rows of a subsampled plate outside of it, scaled by hand for "
-            f"whole minibatches. Put them into the plate, or use a mesh without the axis '{ROWS}'."
-        )
-    count = num_devices(ROWS)
-    for name, batch in batches.items():
-        is_all = batch == target.plates[name][0]
-        per = count * (1 if is_all else block_size)
-        if batch % per:
-            remedy = f"a mesh without the axis '{ROWS}', or minibatches"
-            if not is_all:
-                remedy = f"a multiple of {per}, as in subsample_size={max(1, batch // per) * per}"
-            raise ValueError(
-                f"The {batch} rows in a minibatch of the plate {name!r} cannot be shared equally by the {count} "
-                f"devices of the axis '{ROWS}'. Use {remedy}."
-            )
-
-
 def _on_shares(
     evaluate: Callable, target: Target, z: Float[Array, "*particles d"], indices: Indices, axes: int, keys: jax.Array
 ) -> tuple[Float[Array, "*particles"], Float[Array, "*particles d"]]:
@@ -509,10 +438,6 @@ def _on_shares(
 
     A minibatch has a row, or a block of rows, from each of strata in order, so that equal parts of it lie in the shares
     of the devices; the estimates of parts have the mean of that of the whole.
-
-    :param evaluate: ``(target, z, indices, keys) -> (U, ∇U)``.
-    :param axes: how many axes of the cloud ``(G, L, d)`` each array of indices begins with.
-    :param keys: one for each particle, ``(G, L)``, or a single one.
     """
     size, count, dimension = z.shape
     spec = Layout.of((size, count, dimension), interacts=False).particles or ()

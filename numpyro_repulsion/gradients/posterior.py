@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from copy import copy
 import math
-from types import MappingProxyType
 
 import jax
 from jax import lax, random
@@ -35,20 +34,18 @@ from numpyro_repulsion.gradients.structure import (
     Watch,
     abstract_usage,
     any_number_of_rows,
+    arrays,
     check_enumeration,
     check_kinds,
-    check_latent,
     check_sites,
-    check_use,
     check_values,
-    find_nan,
     influenced,
     point,
     rows_outside,
 )
 from numpyro_repulsion.gradients.target import Indices, Particle, Target, compiled, is_traced, quickly
 from numpyro_repulsion.rounding import unrounded
-from numpyro_repulsion.rows import host_rows
+from numpyro_repulsion.rows import count_nan, host_rows
 
 
 class _Weighted(Messenger):
@@ -70,13 +67,17 @@ def _weighted_energy(target, z, rows, weights):
         return potential_energy(model, target.args, target.kwargs, z)
 
 
-def likelihood_energies(target: Target, particles: Particle, rows: Indices) -> jax.Array:
-    """Return U without the priors, estimated from some rows, at particles with leaves ``(n, ...)``; ``(n,)``.
+def likelihood_energies(target: Target, particles: Particle) -> jax.Array:
+    """Return U without the priors (but with, if discrete sites are summed out), from up to 1,000 rows of each plate.
 
-    If discrete sites are summed out, the priors count too.
-
-    :param rows: minibatches of each plate, ``(m, B)``, that are evaluated one after another.
+    :param particles: with leaves ``(n, ...)``; the result is ``(n,)``.
     """
+    # Minibatches that are evaluated one after another, with rows spread evenly.
+    number = max(1, min((min(size, 1000) // batch for size, batch in target.plates.values()), default=1))
+    rows = {
+        name: jnp.asarray((np.arange(number * batch) * size // (number * batch)).reshape(number, batch))
+        for name, (size, batch) in target.plates.items()
+    }
 
     def energy(z, rows):
         if not isinstance(target, ModelTarget) or target.discrete:
@@ -86,19 +87,15 @@ def likelihood_energies(target: Target, particles: Particle, rows: Indices) -> j
     def total(sums, rows):
         return sums + jax.vmap(energy, (0, None))(particles, rows), None
 
-    (number,) = {len(found) for found in rows.values()}
-    count = len(jax.tree.leaves(particles)[0])
-    first = jnp.zeros(count, jnp.result_type(float))
+    first = jnp.zeros(len(jax.tree.leaves(particles)[0]), jnp.result_type(float))
     return lax.scan(total, first, rows)[0] / number
 
 
 @unrounded()
 def likelihood_gradients(target: ModelTarget, particles: Particle, without: Sequence[set[str]]) -> list[Particle]:
-    """Return the gradients of U without the priors of some sites, at particles with leaves ``(n, ...)``.
+    """Return the gradients of U at particles with leaves ``(n, ...)``, without the priors of each set of sites.
 
     Minibatches consist of rows at equal distances.
-
-    :param without: sets of latent sites. For each, the result has the gradients without their priors.
     """
     rows = {name: jnp.arange(batch) * (size // batch) for name, (size, batch) in target.plates.items()}
     names = sorted(target.latent)
@@ -115,8 +112,6 @@ def likelihood_gradients(target: ModelTarget, particles: Particle, without: Sequ
 class ModelTarget(Target):
     """The posterior of a NumPyro model given its arguments.
 
-    The model is traced abstractly, without computation on the data, and checked here.
-
     - **latent**, **discrete** - the continuous latent sites, and those that are summed out.
     - **integrated** - the latent sites inside of subsampled plates, which are integrated out.
     - **deterministic**, **minibatched**, **summed_out** - the deterministic sites; those that use rows of subsampled
@@ -125,11 +120,8 @@ class ModelTarget(Target):
     - **subsampled** - by sample site, the subsampled plates that contain it.
     - **dims** - by site, the dimension of each plate.
 
-    :raises ValueError: for a model that cannot be sampled correctly: without a continuous latent site, or with a prior
-        that depends on rows; with more than three latent variables for each row of a subsampled plate; with a discrete
-        site that cannot be summed over; with a site in a subsampled plate that does not use its rows, or one outside
-        that uses them without scaling; with more rows than the data have; or with two plates of the same name. Also for
-        an array on disk that would take a quarter of the memory of the device.
+    :raises ValueError: for a model that cannot be sampled correctly, and for data that JAX would change or that would
+        take a quarter of the memory of the device.
     """
 
     def __init__(self, model, args=(), kwargs=None):
@@ -172,7 +164,7 @@ class ModelTarget(Target):
             raise ValueError(f"The latent sites {self.latent} have no elements. Give one a shape without 0.")
         if any(isinstance(leaf, jax.core.Tracer) for leaf in self.leaves):
             # The values of the data are unknown.
-            self.usage = self._abstract_usage()
+            self.usage = abstract_usage(self)
         else:
             # Inside of a program, what is run here must have values; outside, this would hide constant indices.
             with jax.ensure_compile_time_eval() if is_traced() else nullcontext():
@@ -184,7 +176,13 @@ class ModelTarget(Target):
         scales = {name: _weight(sites[name]) for name in (*self.observed, *self.factors)}
         self.rows_outside = rows_outside(self, scales)
         if self.discrete:
-            self._try_to_sum()
+            try:
+                jax.eval_shape(self.potential_energy, self.prototype, self.first_rows, random.key(0))
+            except (KeyError, ValueError) as error:  # Funsor must know every batch dimension.
+                raise ValueError(
+                    f"The discrete latent sites {self.discrete} cannot be summed over ({error}). Every batch dimension "
+                    "of a sample site must belong to a numpyro.plate, or be made part of the event by `.to_event(...)`."
+                ) from error
         deterministic = [name for name, site in sites.items() if site["type"] == "deterministic"]
         self.summed_out = [name for name in deterministic if self.usage.discrete[name]]
         deterministic = [name for name in deterministic if name not in self.summed_out]
@@ -199,7 +197,7 @@ class ModelTarget(Target):
     def _share_traces(self):
         """Compile functions so that the model runs only once for each shape of their arguments."""
         self._energy = compiled(ModelTarget._potential_energy, self)
-        self._evaluate = compiled(ModelTarget._evaluation, self)
+        self.evaluate = compiled(ModelTarget._evaluation, self)
         self._constrained = compiled(ModelTarget._constrained_values, self)
         self.centered_energy = compiled(centered_energy, self)
         self.recovered = compiled(recovered, self)
@@ -258,11 +256,10 @@ class ModelTarget(Target):
     def _enumerated_energy(self, model, z, indices):
         r"""Return U at one particle, summed over the values of discrete latent sites.
 
-        NumPyro multiplies the log density of each site by N / B for a minibatch of B of the N rows of its plate, and
-        then sums over discrete values. For values of single rows the sum over rows must come last, and the factor with
-        it: :math:`-\frac{N}{B} \sum_{i \in \text{batch}} \log \sum_c p(c) p(y_i | c)`. So sites are processed plate
-        by plate without the factor, and the result is multiplied by it. No sum has terms of different plates, which
-        `check_enumeration` ensures.
+        NumPyro multiplies the log density of each site by N / B, and then sums over discrete values. For values of
+        single rows the sum over rows must come last, and the factor with it: :math:`-\frac{N}{B} \sum_{i \in
+        \text{batch}} \log \sum_c p(c) p(y_i | c)`. So sites are processed plate by plate without the factor, and the
+        result is multiplied by it. No sum has terms of different plates, which `check_enumeration` ensures.
         """
         from numpyro.contrib.funsor import config_enumerate, enum, log_density
 
@@ -274,10 +271,8 @@ class ModelTarget(Target):
 
         energy = potential_energy(only(frozenset(), enumerated()), self.args, self.kwargs, z, enum=True)
         weights = {name: size / len(indices.get(name, range(batch))) for name, (size, batch) in self.plates.items()}
-        values = {}
-        if self._groups:
-            values = constrain_fn(self.bind(indices), self.args, self.kwargs, z)
-            values = {name: values[name] for name in self.latent}
+        values = constrain_fn(self.bind(indices), self.args, self.kwargs, z) if self._groups else {}
+        values = {name: x for name, x in values.items() if name in self.latent}
         for group in self._groups:
             weight = math.prod(weights[name] for name in group)
             known = scale(substitute(enumerated(), data=values), scale=1.0 / weight)
@@ -293,19 +288,9 @@ class ModelTarget(Target):
         return self._constrained(z)
 
     def _constrained_values(self, z):
-        nothing = jax.tree.map(lambda site: jnp.zeros(site.shape, site.dtype), self._discrete_shapes)
-        _, latent, deterministic = self._evaluate(self.first_rows, nothing, z)
+        nothing = jax.tree.map(lambda site: jnp.zeros(site.shape, site.dtype), self.discrete_shapes)
+        _, latent, deterministic = self.evaluate(self.first_rows, nothing, z)
         return latent | {name: deterministic[name] for name in self.deterministic}
-
-    def log_densities(self, z: dict, rows: Mapping = MappingProxyType({})) -> dict[str, jax.Array]:
-        """Return the log density of each site at one particle, on the first rows of each plate, or on given ones."""
-        return self._evaluate({**self.first_rows, **rows}, {}, z)[0]
-
-    def plates_of(self, name: str) -> list[str]:
-        """Return the subsampled plates whose rows a site uses."""
-        # Equal rows do not show.
-        used = {*self.usage.rows.get(name, ()), *self.subsampled.get(name, ())}
-        return [plate for plate in self.plates if plate in used]
 
     def minibatched_values(self, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Return the deterministic sites that use subsampled rows, over all rows, given latent values in supports."""
@@ -327,16 +312,6 @@ class ModelTarget(Target):
                 groups = [group for group in groups if group not in met] + [set().union(*met)]
         return [sorted(group) for group in groups]
 
-    def _try_to_sum(self):
-        """Raise ``ValueError`` if funsor, which must know every batch dimension, cannot sum over the discrete sites."""
-        try:
-            jax.eval_shape(self.potential_energy, self.prototype, self.first_rows, random.key(0))
-        except (KeyError, ValueError) as error:
-            raise ValueError(
-                f"The discrete latent sites {self.discrete} cannot be summed over ({error}). Every batch dimension of "
-                "a sample site must belong to a numpyro.plate, or be made part of the event by `.to_event(...)`."
-            ) from error
-
     def _evaluation(self, rows, discrete, z, key=None):
         """Return by site: log densities, entry by entry; latent values in their supports; deterministic values."""
 
@@ -352,14 +327,11 @@ class ModelTarget(Target):
         deterministic = {name: site["value"] for name, site in sites.items() if site["type"] == "deterministic"}
         return densities, {name: sites[name]["value"] for name in self.latent}, deterministic
 
-    def _abstract_usage(self):
-        return abstract_usage(self._evaluate, self.first_rows, self._discrete_shapes, self.prototype)
-
     def _probe(self, watch):
         """Find how the sites of the model depend on rows, discrete sites and the key, and check that it is right."""
-        taken, shapes = self.plates, self._discrete_shapes
+        taken, shapes = self.plates, self.discrete_shapes
         if not (taken or shapes):
-            self.usage = self._abstract_usage()
+            self.usage = abstract_usage(self)
             if not self.usage.random:
                 return
         if any(batch == 1 < size for size, batch in taken.values()):
@@ -368,7 +340,7 @@ class ModelTarget(Target):
             wider = {name: self._with_rows(name, site, two) for name, site in shapes.items()}
             with suppress(TypeError, ValueError):
                 rows = {name: jnp.arange(batch) for name, (_, batch) in two.items()}
-                jax.eval_shape(self._evaluate, rows, wider, self.prototype)
+                jax.eval_shape(self.evaluate, rows, wider, self.prototype)
                 taken, shapes = two, wider
 
         def runs(target, cases):
@@ -389,16 +361,12 @@ class ModelTarget(Target):
                 "would be drawn anew in every update. Hide only sites that have values, as in "
                 "block(substitute(model, data=values), hide=[...])."
             )
-        check_latent(self)
-        if unseen := self.plates.keys() - set().union(*(usage.rows[name] for name in self.subsampled)):
-            # Data whose rows are all alike, or a plate that the likelihood does not use.
-            check_use(self, unseen, self._abstract_usage())
         check_sites(self, probes)
 
     def at_point(self, z: dict | int, rows: Mapping) -> dict[str, jax.Array]:
         """Return the densities and deterministic values at a point, by site; ``z`` may be the number of a point."""
         z = z if isinstance(z, dict) else point(z, self.prototype)
-        nothing = {name: jnp.zeros(x.shape, x.dtype) for name, x in self._discrete_shapes.items()}
+        nothing = {name: jnp.zeros(x.shape, x.dtype) for name, x in self.discrete_shapes.items()}
         densities, _, deterministic = self._evaluation(rows, nothing, z)
         arrays = {name: x for name, x in deterministic.items() if isinstance(x, jax.Array)}
         return densities | arrays
@@ -439,7 +407,8 @@ class ModelTarget(Target):
         if not host_rows((self.args, self.kwargs)):
             with suppress(TypeError, ValueError):  # A model that works for its own number of rows only.
                 observations = compiled(ModelTarget.observations, self)()
-        return find_nan(self.args, self.kwargs, observations)
+        found = [(count_nan(array), where) for where, array in arrays(self.args, self.kwargs, observations)]
+        return [f"{count} in {where}" for count, where in found if count]
 
     def unconstrain(self, x):
         return self._unconstrained(self._trace(self.first_rows, init_strategy=lambda site=None: x.get(site["name"])))
@@ -469,15 +438,12 @@ class ModelTarget(Target):
             return self._unconstrained(sites), {name: sites[name]["value"] for name in self.discrete}
 
         with watch:
-            self.prototype, self._discrete_shapes = jax.eval_shape(unconstrained)
+            self.prototype, self.discrete_shapes = jax.eval_shape(unconstrained)
         watch.check()
         return sites, watch
 
     def _integrate(self, local):
-        """Integrate over latent sites inside of subsampled plates, and check that no site outside uses them.
-
-        :param local: ``{site: plate}``.
-        """
+        """Integrate over latent sites inside of subsampled plates, ``{site: plate}``; no site outside may use them."""
         model, plates = self.model, frozenset(local.values())
         names: list[str] = []
 

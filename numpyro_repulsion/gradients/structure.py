@@ -21,7 +21,7 @@ from numpyro.ops.provenance import eval_provenance
 from numpyro.primitives import _PYRO_STACK, Messenger
 from numpyro.util import not_jax_tracer
 
-from numpyro_repulsion.rows import Rows, count_nan, losses
+from numpyro_repulsion.rows import Rows, losses
 
 
 class Watch(Messenger):
@@ -31,7 +31,7 @@ class Watch(Messenger):
     """
 
     def __init__(self):
-        super().__init__(None)
+        super().__init__()
         self.blocks, self._depth = False, 0
         self._plates: dict[str, tuple[int, int]] = {}
         self._hidden_plates: list[str] = []
@@ -120,7 +120,10 @@ def check_kinds(target: Any, latent: Mapping[str, dict]) -> None:
             raise ValueError(
                 f"Latent site '{name}' has a delta distribution; write `numpyro.deterministic('{name}', ...)`."
             )
-        if 0 in site["fn"].shape() and not _may_be_empty(site["fn"]):
+        support, is_empty = site["fn"].support, 0 in site["fn"].shape()
+        # NumPyro's transforms and densities support some values without elements.
+        is_whole = 0 not in site["fn"].batch_shape and getattr(support, "base_constraint", None) is constraints.real
+        if is_empty and not (is_whole or support is constraints.real):
             raise ValueError(
                 f"Latent site '{name}' has shape {site['fn'].shape()} and so no elements, which NumPyro's "
                 "transforms and densities do not support; leave the site out if it is empty."
@@ -132,19 +135,6 @@ def check_kinds(target: Any, latent: Mapping[str, dict]) -> None:
         )
 
 
-def _may_be_empty(distribution):
-    """Whether NumPyro's transforms and densities support values without elements."""
-    support = distribution.support
-    is_whole = 0 not in distribution.batch_shape and getattr(support, "base_constraint", None) is constraints.real
-    return support is constraints.real or is_whole
-
-
-def find_nan(args: tuple, kwargs: Mapping, observations: Mapping[str, Any]) -> list[str]:
-    """Return, in words, where the arguments and observed sites of a model contain NaN."""
-    found = [(count_nan(array), where) for where, array in _arrays(args, kwargs, observations)]
-    return [f"{count} in {where}" for count, where in found if count]
-
-
 def check_values(
     args: tuple = (), kwargs: Mapping = {}, observations: Mapping[str, Any] = {}, of_rows: bool = False
 ) -> None:
@@ -152,12 +142,12 @@ def check_values(
 
     :param of_rows: whether to read all `Rows`, and not to look at arrays in memory.
     """
-    for where, array in _arrays(args, kwargs, observations):
+    for where, array in arrays(args, kwargs, observations):
         if isinstance(array, Rows) == of_rows and (lost := losses(array)):
             raise ValueError(f"{where[0].upper()}{where[1:]} {lost}")
 
 
-def _arrays(args, kwargs, observations):
+def arrays(args, kwargs, observations):
     """Yield the arrays of a model, and where they are, in words."""
     leaves = jax.tree.leaves_with_path({"args": args, "kwargs": dict(kwargs)}, is_leaf=lambda x: isinstance(x, Rows))
     named = [(f"the model's {path[0].key}{jax.tree_util.keystr(path[1:])}", leaf) for path, leaf in leaves]
@@ -214,8 +204,7 @@ class Probes:
 
     :param run: ``(cases) -> (densities, values)``, each a dictionary of arrays with a leading axis of cases. Densities
         come entry by entry; of values, the latent sites in their supports and the deterministic sites, one number.
-    :param plates: ``{plate: (size, rows taken)}`` of the subsampled plates.
-    :param discrete: the discrete sites.
+    :param plates: ``{plate: (size, rows taken)}``.
     """
 
     def __init__(self, run: Callable, plates: Mapping[str, tuple[int, int]], discrete: list[str]):
@@ -290,17 +279,17 @@ def point(number: jax.Array | int, prototype: Mapping[str, jax.ShapeDtypeStruct]
     }
 
 
-def abstract_usage(evaluate: Callable, rows: Mapping, discrete: Mapping, z: Mapping) -> Usage:
-    """Return the usage by the structure of a program ``(rows, discrete, z, key) -> dictionaries by site``."""
-    given = {"rows ": rows, "discrete ": discrete}
+def abstract_usage(target: Any) -> Usage:
+    """Return the usage by the structure of the program of a posterior."""
+    given = {"rows ": target.first_rows, "discrete ": target.discrete_shapes}
 
     def run(z, key, **inputs):
         parts = ({name: inputs[kind + name] for name in part} for kind, part in given.items())
-        return evaluate(*parts, z, key)
+        return target.evaluate(*parts, z, key)
 
     inputs = {kind + name: x for kind, part in given.items() for name, x in part.items()}
     found: dict = {}
-    for part in eval_provenance(run, **inputs, z=z, key=jax.random.key(0)):
+    for part in eval_provenance(run, **inputs, z=target.prototype, key=jax.random.key(0)):
         for name, causes in part.items():
             found[name] = found.get(name, frozenset()).union(*_sets(causes))
 
@@ -323,28 +312,6 @@ def _sets(causes):
 # --- What may depend on what. ---
 
 
-def check_latent(target: Any) -> None:
-    """Raise ``ValueError`` for priors that depend on the minibatch."""
-    for name in target.latent:
-        if seen := sorted(target.usage.rows[name]):
-            raise ValueError(
-                f"The prior of the latent site '{name}' depends on the rows of the subsampled plate '{seen[0]}': every "
-                "minibatch would have a different prior. Compute what the prior needs from the whole data, outside "
-                "the plate, or drop `subsample_size`."
-            )
-
-
-def check_use(target: Any, plates: set[str], usage: Usage) -> None:
-    """Raise ``ValueError`` for those of some subsampled plates whose rows no site uses."""
-    for plate in sorted(plates):
-        if not any(plate in usage.rows[name] for name in target.subsampled):
-            size, batch = target.plates[plate]
-            raise ValueError(
-                f"The likelihood does not depend on which rows the subsampled plate '{plate}' draws: every update "
-                f"would use the same {batch} of {size} rows. {_remedy(plate, size, batch)}"
-            )
-
-
 def _remedy(plate, size, batch):
     return (
         f"Pass the whole data to the model and take the rows inside the plate: `with numpyro.plate('{plate}', "
@@ -353,7 +320,24 @@ def _remedy(plate, size, batch):
 
 
 def check_sites(target: Any, probes: Probes) -> None:
-    """Raise ``ValueError`` for sites whose minibatches do not add up to all rows."""
+    """Raise ``ValueError`` for priors that use rows, plates without use, and minibatches that do not add up."""
+    for name in target.latent:
+        if seen := sorted(target.usage.rows[name]):
+            raise ValueError(
+                f"The prior of the latent site '{name}' depends on the rows of the subsampled plate '{seen[0]}': every "
+                "minibatch would have a different prior. Compute what the prior needs from the whole data, outside "
+                "the plate, or drop `subsample_size`."
+            )
+    # Of data whose rows are all alike no probe tells more.
+    unseen = target.plates.keys() - set().union(*(target.usage.rows[name] for name in target.subsampled))
+    used = abstract_usage(target).rows if unseen else {}
+    for plate in sorted(unseen):
+        if not any(plate in used[name] for name in target.subsampled):
+            size, batch = target.plates[plate]
+            raise ValueError(
+                f"The likelihood does not depend on which rows the subsampled plate '{plate}' draws: every update "
+                f"would use the same {batch} of {size} rows. {_remedy(plate, size, batch)}"
+            )
     for plate in target.plates:
         for name, own in target.subsampled.items():
             if plate in own:

@@ -28,11 +28,10 @@ class Sweeps(ControlVariates):
     .. math::
         \nabla U_{B_1}, \dots, \nabla U_{B_M}, \nabla U_{B_M}, \dots, \nabla U_{B_1},
 
-    and then those of another order. The noise of a minibatch is the gradient's deviation from that over all rows, and
-    these deviations sum to zero over a sweep, so they hardly move a particle that is slower than a sweep. In a sweep
-    of M updates with steps ε, along a direction of curvature λ, the bias of variances from noise of variance V is
-    ``(εV/2) min(1, ελ(M+1)/3)`` for overdamped dynamics (of second order in ε, where independent minibatches have
-    ``εV/2``) and ``(εV/2C) min(1, ε²λ(M+1)²/12)`` with momenta and friction C. By these formulas the step for a bias
+    and then those of another order. The noise of minibatches sums to zero over a sweep, so it hardly moves a particle
+    that is slower than a sweep. In a sweep of M updates with steps ε, along a direction of curvature λ, the bias of
+    variances from noise of variance V is ``(εV/2) min(1, ελ(M+1)/3)`` for overdamped dynamics (where independent
+    minibatches have ``εV/2``) and ``(εV/2C) min(1, ε²λ(M+1)²/12)`` with momenta and friction C. So the step for a bias
     of 5 % is about 5 times as long for ``SGLD`` and 10 times for ``SGHMC`` where a model fits its data. With balanced
     noise, means gain most.
 
@@ -43,13 +42,12 @@ class Sweeps(ControlVariates):
     a K that depends on the particles.
 
     *When to use it.* In long runs without a useful reference point: likelihoods for which control variates add noise.
-    Networks in short runs gain nothing, because their step is limited by curvature. Warmup also measures control
-    variates, and uses them if a step can then be more than twice as long, because they cost two gradients.
-    A thermostat (``SGNHT``) would treat the noise within a sweep as heat, so `Sweeps` raises ``ValueError`` for it.
+    Networks in short runs gain nothing. Warmup also measures control variates, and uses them if a step can then be more
+    than twice as long, because they cost two gradients.
 
-    *Cost.* As for :class:`~numpyro_repulsion.Subsampled`. The row of each place in an order is computed from the
-    number of the update by a small cipher, so nothing of size N is stored, and stored runs continue in their order.
-    Starts, arrival and what warmup measures use independent minibatches, each from an order of its own.
+    *Cost.* As for :class:`~numpyro_repulsion.Subsampled`. Rows are computed from the number of the update by a small
+    cipher, so nothing of size N is stored, and stored runs continue in their order. Until particles have arrived, and
+    for what warmup measures, minibatches are independent.
 
     :param shared: whether the particles of an ensemble share an order. Cheaper and, unlike independent shared
         minibatches, still precise for means.
@@ -57,8 +55,8 @@ class Sweeps(ControlVariates):
         for :class:`~numpyro_repulsion.Subsampled`. Orders are of blocks, so a large file is read in long pieces.
     :param control_variates: whether warmup may correct the gradients at a reference point. Without them every gradient
         is of ``subsample_size`` rows, as random likelihoods and sites that use rows from outside their plate require.
-    :raises ValueError: for a thermostat, or a model in which subsampled plates meet in a site: minibatches of each of
-        them would pass through their rows, but not through all pairs.
+    :raises ValueError: for a thermostat (``SGNHT``), which would treat the noise within a sweep as heat, or a model in
+        which subsampled plates meet in a site: minibatches of each would pass through its rows, but not all pairs.
 
     **References:**
 
@@ -71,14 +69,8 @@ class Sweeps(ControlVariates):
 
     .. doctest::
 
-        >>> import jax.numpy as jnp
-        >>> import numpyro, numpyro.distributions as dist
-        >>> from numpyro_repulsion import SGLD, Sweeps
-        >>> def model(y):
-        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
-        ...     with numpyro.plate("rows", len(y), subsample_size=20) as i:
-        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
-        >>> SGLD(model, gradient=Sweeps()).gradient
+        >>> from numpyro_repulsion import Sweeps
+        >>> Sweeps()
         Sweeps(shared=False, block_size=1, order=None, control_variates=True)
     """
 
@@ -88,17 +80,7 @@ class Sweeps(ControlVariates):
         super().__post_init__()
         keep(self, "control_variates", boolean)
 
-    @property
-    def splits(self):
-        return False  # The rows of a minibatch come from anywhere.
-
-    @property
-    def has_reference(self):
-        return self.control_variates
-
-    @property
-    def keeps_subsample_size(self):
-        return not self.control_variates
+    has_reference = property(lambda self: self.control_variates)
 
     def check_rows(self, target):
         super().check_rows(target)
@@ -115,11 +97,16 @@ class Sweeps(ControlVariates):
         lead = shape[:1] if self.shared else shape
         indices = {}
         for i, (name, (size, batch)) in enumerate(target.plates.items()):
-            start, tag = random.bits(random.fold_in(key, i), (2, *lead, 1), jnp.uint32)
-            place, _ = _advance(start % np.uint32(size), jnp.arange(batch, dtype=jnp.uint32), size)
-            row = in_order(place, jnp.broadcast_to(tag, place.shape), size, 1 if batch == size else self.block_size)
-            indices[name] = row.astype(jnp.int32)
+            place, tag = self._places(key, i, math.prod(lead), size, batch)
+            row = in_order(place, tag, size, 1 if batch == size else self.block_size)
+            indices[name] = row.astype(jnp.int32).reshape(*lead, batch)
         return indices, len(lead)
+
+    def _places(self, key, i, number, size, batch):
+        """Return places in orders of the plate i, ``(number, batch)``, and what chooses the order of each."""
+        start, tag = random.bits(random.fold_in(key, i), (2, number, 1), jnp.uint32)
+        place, _ = _advance(start % np.uint32(size), jnp.arange(batch, dtype=jnp.uint32), size)
+        return place, jnp.broadcast_to(tag, place.shape)
 
     def sweep_length(self, target):
         return max(-(-size // batch) for size, batch in target.plates.values())
@@ -136,26 +123,18 @@ class _Update(Sweeps):
     num_updates: Integer[Array, ""] = field(kw_only=True)
     seed: Integer[Array, ""] = field(kw_only=True)
 
-    def rows(self, key, target, shape):
-        lead = shape[:1] if self.shared else shape
-        count, number = jnp.asarray(self.num_updates, jnp.uint32), math.prod(lead)
-        particle = jnp.arange(number, dtype=jnp.uint32)
-        indices = {}
-        for i, (name, (size, batch)) in enumerate(target.plates.items()):
-            # Batches follow each other in a sequence of places 0, ..., N-1, N-1, ..., 0 for each order. Particles begin
-            # at different places, so that their biases within a sweep cancel in means over particles.
-            period = 2 * size
-            sweep, place = divide_product(count, 2**31 - 1, batch, period)
-            start = np.arange(number, dtype=np.int64) * period // number
-            place, is_next = _advance(place, jnp.asarray(start, jnp.uint32), period)
-            sweep = sweep + is_next
-            place, is_next = _advance(place[:, None], jnp.arange(batch, dtype=jnp.uint32), period)
-            tags = [_mix(_mix(_mix(self.seed + np.uint32(i)) + particle) + sweep + np.uint32(j)) for j in (0, 1)]
-            tag = jnp.where(is_next, tags[1][:, None], tags[0][:, None])
-            place = jnp.where(place < size, place, np.uint32(period - 1) - place)
-            row = in_order(place, tag, size, 1 if batch == size else self.block_size)
-            indices[name] = row.astype(jnp.int32).reshape(*lead, batch)
-        return indices, len(lead)
+    def _places(self, key, i, number, size, batch):
+        # Batches follow each other in a sequence of places 0, ..., N-1, N-1, ..., 0 for each order. Particles begin at
+        # different places, so that their biases within a sweep cancel in means over particles.
+        period, particle = 2 * size, jnp.arange(number, dtype=jnp.uint32)
+        sweep, place = divide_product(jnp.asarray(self.num_updates, jnp.uint32), 2**31 - 1, batch, period)
+        start = np.arange(number, dtype=np.int64) * period // number
+        place, is_next = _advance(place, jnp.asarray(start, jnp.uint32), period)
+        sweep = sweep + is_next
+        place, is_next = _advance(place[:, None], jnp.arange(batch, dtype=jnp.uint32), period)
+        tags = [_mix(_mix(_mix(self.seed + np.uint32(i)) + particle) + sweep + np.uint32(j)) for j in (0, 1)]
+        tag = jnp.where(is_next, tags[1][:, None], tags[0][:, None])
+        return jnp.where(place < size, place, np.uint32(period - 1) - place), tag
 
 
 def divide_product(count: jax.Array, limit: int, factor: int, divisor: int) -> tuple[jax.Array, jax.Array]:

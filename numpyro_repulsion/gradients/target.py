@@ -24,7 +24,6 @@ Indices = dict[str, Integer[Array, "... _"]]
 class Target:
     """A posterior: the potential energy ``U(z) = −log π(z) + const`` of one unconstrained particle.
 
-    - **args**, **kwargs** - the arguments of the model.
     - **prototype** - the shapes of the unconstrained sites of one particle; empty for functions.
     - **plates** - ``{name: (size, subsample_size)}`` of the subsampled plates.
     - **rows_outside** - the observed sites and factors that use rows of subsampled plates from outside, with these
@@ -150,11 +149,9 @@ def is_traced() -> bool:
 
 
 def compiled(function: Callable, target: Target, options: dict | None = None) -> Callable:
-    """Return the compiled function ``(*given) -> function(target, *given)``.
+    """Return the compiled function ``(*given) -> function(target, *given)``, by these options of the compiler.
 
     The arguments of the model are constants of the program, but for arrays of which no process has the whole.
-
-    :param options: those of the compiler.
     """
     leaves, structure = jax.tree.flatten((target.args, target.kwargs))
     spread = {number: leaf for number, leaf in enumerate(leaves) if is_spread(leaf)}

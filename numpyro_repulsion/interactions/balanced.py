@@ -1,7 +1,5 @@
 """Noise that sums to zero over particles, over groups of particles, or over pairs of neighbors."""
 
-# mypy: disable-error-code="override"
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -52,11 +50,7 @@ class Balanced(Wrapping):
                 f"Balanced(RBF()); got {self.interaction!r}. For K = I write Balanced()."
             )
 
-    @property
-    def interacts(self):
-        return self.interaction is not None
-
-    balances_ensembles = interacts
+    interacts = balances_ensembles = property(lambda self: self.interaction is not None)
 
     def couple(self, u, bandwidth=None):
         def white(key):
@@ -76,11 +70,6 @@ class Balanced(Wrapping):
             )
         return self.interaction.couple(u, bandwidth, white)
 
-    def gram(self, u, bandwidth):
-        if self.interaction is None:
-            raise TypeError("Balanced() does not have a Gram matrix within a group; use Independent().")
-        return super().gram(u, bandwidth)
-
 
 @dataclass(frozen=True)
 class Antithetic(Interaction):
@@ -97,23 +86,13 @@ class Antithetic(Interaction):
     ξ_i is therefore N(0, I), and each particle is *exactly* the Markov chain it would be under :class:`Independent`. As
     with :class:`Balanced`, the joint distribution is not a product: at any one time the particles are correlated.
 
-    As with balanced noise, the noises sum to zero, which makes the ensemble average precise. Besides, neighbors have
-    nearly the same coordinate, and the sum of all squared noises hardly varies. So the averages of functions of one
-    whitened coordinate are precise, if they are smooth; products of two coordinates gain nothing. The gain grows with
-    the number of particles and falls with the length of the step. More than 127 particles are paired in blocks of 64.
+    The noises sum to zero as there. Besides, neighbors have nearly the same coordinate, and the sum of all squared
+    noises hardly varies, so averages of smooth functions of one whitened coordinate are precise; products of two gain
+    nothing. The gain grows with the number of particles and falls with the length of the step. More than 127 particles
+    are paired in blocks of 64.
 
-    The table shows how many independent draws the averages over 500 updates of size 0.1 are worth, by their variance
-    over 400 runs; 20 particles, ``U = Σ z²/2 + z⁴/80`` in three dimensions, noise averaged over two updates. Standard
-    errors are about 4 %:
-
-    ============  ===========  ========  ==========
-    ..            independent  balanced  antithetic
-    ============  ===========  ========  ==========
-    E z           593          254,124   368,838
-    E z²          1,140        1,101     7,956
-    P(z > 1.5)    1,258        2,528     9,244
-    E z₁z₂        1,048        984       1,014
-    ============  ===========  ========  ==========
+    With 20 particles, ``U = Σ z²/2 + z⁴/80`` in three dimensions and ε = 0.1, averages over 500 updates were worth
+    7,956 independent draws for E z² (independent noise 1,140) and 9,244 for P(z > 1.5) (1,258).
 
     **References:**
 

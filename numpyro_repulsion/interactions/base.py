@@ -1,8 +1,5 @@
 """The coupling of a cloud, and interactions with a Gram matrix."""
 
-# Of flags, subclasses make constants and properties.
-# mypy: disable-error-code="override"
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -95,8 +92,7 @@ class Interaction:
 
         >>> import jax.numpy as jnp
         >>> from jax import random
-        >>> from numpyro_repulsion.interactions import Interaction
-        >>> from numpyro_repulsion.interactions import Coupling
+        >>> from numpyro_repulsion.interactions import Coupling, Interaction
 
         >>> class HalfSpeed(Interaction):  # K = I / 2
         ...     def couple(self, u, bandwidth=None):
@@ -130,12 +126,11 @@ class Interaction:
         :param key: a PRNG key if the interaction is redrawn, otherwise ``None``.
         :param count: the number of updates done before.
         """
-        del key, count
         return self
 
     def learn_bandwidth(self, u: Float[Array, "*particles d"]) -> Float[Array, ""]:
-        """Return the bandwidth for particles ``(G, L, d)``; NaN if the interaction has none to learn."""
-        return jnp.asarray(jnp.nan, u.dtype)
+        """Return the bandwidth for particles ``(G, L, d)``, if the interaction learns one."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement `learn_bandwidth`.")
 
     def couple(self, u: Float[Array, "*particles d"], bandwidth: Float[Array, ""] | float | None = None) -> Coupling:
         """Return the coupling of the cloud.
@@ -146,10 +141,11 @@ class Interaction:
         raise NotImplementedError(f"{type(self).__name__} does not implement `couple`.")
 
     def __add__(self, other):
-        return Sum.of(self) + other
+        return Sum(Sum.of(self).terms + Sum.of(other).terms)
 
     def __rmul__(self, weight):
-        return weight * Sum.of(self)
+        weight = positive("Sum: `weight`", weight)
+        return Sum(tuple((weight * w, term) for w, term in Sum.of(self).terms))
 
     __mul__ = __rmul__
 
@@ -188,21 +184,10 @@ class Wrapping(Interaction):
     def _inner(self) -> Any:
         return Independent() if self.interaction is None else self.interaction
 
-    @property
-    def bandwidth(self):
-        return getattr(self._inner, "bandwidth", None)
-
-    @property
-    def learns_bandwidth(self):
-        return self._inner.learns_bandwidth
-
-    @property
-    def tunes_bandwidth(self):
-        return self._inner.tunes_bandwidth
-
-    @property
-    def positive_definite(self):
-        return self._inner.positive_definite
+    bandwidth = property(lambda self: getattr(self._inner, "bandwidth", None))
+    learns_bandwidth = property(lambda self: self._inner.learns_bandwidth)
+    tunes_bandwidth = property(lambda self: self._inner.tunes_bandwidth)
+    positive_definite = property(lambda self: self._inner.positive_definite)
 
     def learn_bandwidth(self, u):
         return self._inner.learn_bandwidth(u)
@@ -215,11 +200,10 @@ class Wrapping(Interaction):
 class Gram(Interaction):
     """Base class of interactions with a Gram matrix: ``K_ij = k(u_i, u_j) + nugget · 1{i = j}``.
 
-    A subclass defines :meth:`evaluate`, the kernel for one pair of points. This class applies it to a cloud, computes Γ
-    by automatic differentiation and tests on the starting cloud that K is positive definite. The nugget is part of K:
-    it enters the drift *and* the noise and therefore causes no bias. It keeps the Cholesky factor finite if particles
-    are close, L is large or the bandwidth is wide. Such interactions can be multiplied by positive weights and added:
-    ``0.9 * RBF() + 0.1 * Independent()``.
+    A subclass defines :meth:`evaluate`, the kernel for one pair of points. Γ comes from automatic differentiation, and
+    the starting cloud tells whether K is positive definite. The nugget, in the drift *and* the noise, causes no bias
+    and keeps the Cholesky factor finite if particles are close, L is large or the bandwidth is wide. Such interactions
+    can be multiplied by positive weights and added: ``0.9 * RBF() + 0.1 * Independent()``.
 
     **Example**
 
@@ -280,17 +264,14 @@ class Gram(Interaction):
         stays near five. The bandwidth is at least 0.1 of a coordinate's variance: many particles in few dimensions have
         more than four neighbors, because repulsion between nearest neighbors would need shorter steps.
         """
-        if not self.learns_bandwidth:
-            return super().learn_bandwidth(u)
         size = u.shape[-2]
-        target = min(4.0 / (size - 1), 0.25)
 
         def mean_similarity(h):
             gram = lax.map(lambda v: self.similarity(v, h), u)
             diagonal = jnp.trace(gram, axis1=-2, axis2=-1)
             return jnp.mean((gram.sum((-2, -1)) - diagonal) / diagonal) / (size - 1)
 
-        return bisect_bandwidth(mean_similarity, u, target)
+        return bisect_bandwidth(mean_similarity, u, min(4.0 / (size - 1), 0.25))
 
     def couple(self, u, bandwidth=None, white=None):
         white = white or (lambda key: normal(key, u.shape, u.dtype))
@@ -343,21 +324,10 @@ class Sum(Gram):
         given = {getattr(term, "bandwidth", None) for _, term in self.terms} - {None}
         return given.pop() if len(given) == 1 else None
 
-    @property
-    def positive_definite(self):
-        return all(term.positive_definite for _, term in self.terms)
-
-    @property
-    def learns_bandwidth(self):
-        return any(term.learns_bandwidth for _, term in self.terms)
-
-    @property
-    def tunes_bandwidth(self):
-        return any(term.tunes_bandwidth for _, term in self.terms)
-
-    @property
-    def diagonal_varies(self):
-        return any(term.diagonal_varies for _, term in self.terms)
+    positive_definite = property(lambda self: all(term.positive_definite for _, term in self.terms))
+    learns_bandwidth = property(lambda self: any(term.learns_bandwidth for _, term in self.terms))
+    tunes_bandwidth = property(lambda self: any(term.tunes_bandwidth for _, term in self.terms))
+    diagonal_varies = property(lambda self: any(term.diagonal_varies for _, term in self.terms))
 
     def similarity(self, u, bandwidth):
         return sum(weight * term.similarity(u, bandwidth) for weight, term in self.terms)
@@ -365,17 +335,6 @@ class Sum(Gram):
     def gram(self, u, bandwidth):
         parts = [(weight, term.gram(u, bandwidth)) for weight, term in self.terms]
         return sum(weight * gram for weight, (gram, _) in parts), sum(weight * gamma for weight, (_, gamma) in parts)
-
-    def __add__(self, other):
-        if not isinstance(other, Interaction):
-            return NotImplemented
-        return Sum(self.terms + Sum.of(other).terms)
-
-    def __rmul__(self, weight):
-        weight = positive("Sum: `weight`", weight)
-        return Sum(tuple((weight * w, term) for w, term in self.terms))
-
-    __mul__ = __rmul__
 
     def __repr__(self):
         return " + ".join(f"{weight:g} * {term!r}" for weight, term in self.terms)

@@ -1,7 +1,5 @@
 """Kernels of the distance between particles, computed by two matrix products, and the median bandwidth rule."""
 
-# mypy: disable-error-code="override"
-
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -52,13 +50,8 @@ class Radial(Gram):
             keep(self, "bandwidth", number, expected=expected, accepts=lambda x: x > 0.0)
         keep(self, "nugget", positive)
 
-    @property
-    def learns_bandwidth(self):
-        return self.bandwidth is None or self.tunes_bandwidth
-
-    @property
-    def tunes_bandwidth(self):
-        return isinstance(self.bandwidth, str)
+    learns_bandwidth = property(lambda self: self.bandwidth is None or self.tunes_bandwidth)
+    tunes_bandwidth = property(lambda self: isinstance(self.bandwidth, str))
 
     def profile(self, s: jax.Array) -> jax.Array:
         """Return φ, elementwise."""
@@ -94,9 +87,7 @@ class RBF(Radial):
     :param bandwidth: h, in squared units of the (preconditioned) parameters; frozen after warmup. ``None`` sets it in
         warmup by a rule: each particle has about four neighbors, or h is 0.1 of a coordinate's variance if that is
         larger. ``"learned"`` takes the h that promises the most draws for each gradient on the clouds of warmup (see
-        :ref:`repulsion <learned-bandwidth>`). With twenty particles and the default bias budget this is the h of
-        the rule; with ``BiasBudget(0.01)`` it is wider, which makes means more precise and may make deviations less
-        precise. With a warmup of 0 both use the median rule on the starts.
+        :ref:`repulsion <learned-bandwidth>`). With a warmup of 0 both use the median rule on the starts.
     :param nugget: added to the diagonal of K, in both drift and noise.
     :raises ValueError: unless both are positive and finite, or the bandwidth is ``None`` or ``"learned"``.
 
@@ -127,10 +118,8 @@ class RBF(Radial):
 class IMQ(Radial):
     r"""The inverse multiquadric, :math:`k(x, y) = (1 + \lVert x - y\rVert^2 / h)^{-1/2}`: long-range repulsion.
 
-    :param bandwidth: h, in squared units of the (preconditioned) parameters; ``None`` sets it in warmup by a rule, and
-        ``"learned"`` by its measured gain, as for :class:`RBF`.
-    :param nugget: added to the diagonal of K, in both drift and noise.
-    :raises ValueError: unless both are positive and finite, or the bandwidth is ``None`` or ``"learned"``.
+    :param bandwidth: h, as for :class:`RBF`, and so is ``nugget``.
+    :raises ValueError: as for :class:`RBF`.
 
     **References:**
 
@@ -193,26 +182,20 @@ class Laplacian(Wrapping, Gram):
         \Gamma_i = 2 b \sum_{l \ne i} \nabla_{u_i} k(u_i, u_l)
 
     The quadratic form of K is :math:`\|x\|^2 + b \sum_{i < j} k_{ij} (x_i - x_j)^2`, so K is positive definite for any
-    ``k >= 0``. The mean of neighbors moves as it would without interaction, and their differences move faster. With
-    :class:`~numpyro_repulsion.RBF` as K it is the other way round: there neighbors get similar noise, here opposite
-    noise. As for any K, the stationary distribution is ``∏_i π(u_i)`` as ε → 0. Γ *attracts*, because k falls with the
-    distance, and exactly compensates for the noise, which drives neighbors apart faster.
+    ``k >= 0``. The mean of neighbors moves as it would without interaction, and their differences move faster: with
+    :class:`~numpyro_repulsion.RBF` as K neighbors get similar noise, here opposite noise. As for any K, the stationary
+    distribution is ``∏_i π(u_i)`` as ε → 0. Γ *attracts*, and exactly compensates for the noise, which drives neighbors
+    apart faster.
 
-    The bandwidth is learned by the rule of k. In more than a few dimensions each particle then has about four
-    neighbors, ``K_ii`` is about ``1 + 4b`` on average, and a measured step is shorter by that factor. With momenta
-    ``step_size`` must be given, and be short: in five dimensions, with b = 1 and 20 particles, variances are 20 % too
-    large at ε = 0.01 and 10 % at 0.005.
+    The bandwidth is learned by the rule of k. With about four neighbors ``K_ii`` is about ``1 + 4b``, and a measured
+    step is shorter by that factor. With momenta ``step_size`` must be given, and be short: in five dimensions, with
+    b = 1 and 20 particles, variances are 20 % too large at ε = 0.01 and 10 % at 0.005.
 
     :param interaction: k, for each pair of particles: a :class:`~numpyro_repulsion.interactions.Radial` kernel that is
         never negative, or a sum of such kernels. Its nugget does not enter K.
     :param strength: b > 0.
     :raises TypeError: for any other interaction.
     :raises ValueError: for a kernel that is negative at some distance, or a strength that is not positive.
-
-    **References:**
-
-    1. *A Complete Recipe for Stochastic Gradient MCMC*, Y.-A. Ma, T. Chen and E. Fox,
-       https://arxiv.org/abs/1506.04696
 
     **Example**
 

@@ -1,7 +1,5 @@
 """Interactions that change with the update: redrawn at a cost linear in the number of particles, or scheduled."""
 
-# mypy: disable-error-code="override"
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -72,17 +70,12 @@ class RandomFeatures(Interaction):
         if self.weight is not None:
             keep(self, "weight", number, expected="a number between 0 and 1", accepts=lambda x: 0.0 < x < 1.0)
 
-    @property
-    def learns_bandwidth(self):
-        return self.bandwidth is None
+    learns_bandwidth = property(lambda self: self.bandwidth is None)
 
     def at(self, key, count):
         return replace(self, key=key)
 
     def learn_bandwidth(self, u):
-        if not self.learns_bandwidth:
-            return super().learn_bandwidth(u)
-
         def mean_similarity(h):
             cosines, sines = self._features(u, h)
             total = (cosines.sum(-2) ** 2 + sines.sum(-2) ** 2).sum(-1)
@@ -219,10 +212,9 @@ class Scheduled(Wrapping):
     the particles, so Γ_t is complete. ``∏_i π(u_i)`` is therefore the stationary distribution of every K_t and, as
     ε → 0, of the whole run, for any schedule w.
 
-    The paper switches repulsion off for the last half of training: w is 1 before and 0 after, as in the example. The
-    count includes warmup, ``num_steps`` updates for each iteration. Every update computes K for any w, and integrators
-    do not detect that it is I at ``w = 0``: with momenta the integrator stays first order. Warmup measures the step for
-    the w in [0, 1] at which it must be shortest.
+    The paper switches repulsion off for the last half of training, as in the example. The count includes warmup,
+    ``num_steps`` updates for each iteration. Every update computes K, and with momenta the integrator stays first order
+    at ``w = 0`` too. Warmup measures the step for the w in [0, 1] at which it must be shortest.
 
     :param interaction: the scheduled interaction, whose K must depend on the particles: ``RBF()``, a sum,
         ``RandomFeatures()``, ``RandomGroups(...)`` or ``Balanced(RBF())`` (groups stay balanced against each other).
@@ -280,13 +272,8 @@ class Scheduled(Wrapping):
         # The name of a function without its address, because this is stored with the results.
         return f"Scheduled({self.interaction!r}, weight={getattr(self.weight, '__name__', repr(self.weight))})"
 
-    @property
-    def is_redrawn(self):
-        return self.interaction.is_redrawn
-
-    @property
-    def balances_ensembles(self):
-        return self.interaction.balances_ensembles
+    is_redrawn = property(lambda self: self.interaction.is_redrawn)
+    balances_ensembles = property(lambda self: self.interaction.balances_ensembles)
 
     def at(self, key, count):
         now = jnp.clip(self.weight(count), 0.0, 1.0)

@@ -17,6 +17,7 @@ from numpyro.util import not_jax_tracer
 from numpyro_repulsion.dynamics import Cloud, select
 from numpyro_repulsion.gradients import (
     Centering,
+    Gradient,
     ModelTarget,
     Particle,
     Units,
@@ -126,7 +127,7 @@ def start(
         warmup=warmup,
         num_updates=jnp.zeros((), jnp.int32),
         rng_key=state_key,
-        row_seed=last_word(memory_key) if bound.gradient.depends_on_updates else None,
+        row_seed=None if type(bound.gradient).at is Gradient.at else last_word(memory_key),
         prototype=jax.tree.map(lambda x: x[:1], z),
     )
     eigenvalue = _smallest_eigenvalue(kernel.interaction, u, bandwidth)

@@ -33,7 +33,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 import numpy as np
 
-from numpyro_repulsion.dynamics import Cloud, Dynamics, reject_nonfinite, select, turn_back
+from numpyro_repulsion.dynamics import Cloud, Dynamics, reject_nonfinite, select
+from numpyro_repulsion.dynamics.base import turn_back
 from numpyro_repulsion.gradients import (
     CenteredTarget,
     Centering,
@@ -158,7 +159,7 @@ class Iteration:
         y = learned.preconditioner.to_positions(u)
         target = self.target(learned)
         if not isinstance(target, CenteredTarget):
-            return Recovered.of(y, jnp.zeros_like(y), jnp.ones_like(y), jnp.zeros_like(y))
+            return Recovered(y, jnp.zeros_like(y), jnp.ones_like(y), jnp.zeros_like(y))
         return jax.tree.map(lambda x: x.reshape(y.shape), jax.vmap(target.recover)(y.reshape(-1, y.shape[-1])))
 
     def centered(self, centering: Centering) -> CenteredTarget:
@@ -261,7 +262,8 @@ class Iteration:
         """Make one update with the interaction of this update."""
         energy_and_grad = self.energy_and_grad(learned, now.num_updates)
         # Second order leaves hardly any noise in energies either.
-        is_nearly_exact = learned.reference is not None and learned.reference.is_of_second_order
+        reference = learned.reference
+        is_nearly_exact = reference is not None and reference.order is None and reference.hessian is not None
 
         # Once more, because scales and other data change the limits.
         gradient, is_clipped = self._clipped(now.cloud.gradient, learned)

@@ -16,7 +16,8 @@ from numpyro.util import not_jax_tracer
 from numpyro_repulsion.checks import device_memory
 from numpyro_repulsion.digests import digest, words
 from numpyro_repulsion.dynamics import Dynamics
-from numpyro_repulsion.gradients import Gradient, ModelTarget, Particle, Sweeps, Target, check_rows, is_traced
+from numpyro_repulsion.gradients import Gradient, ModelTarget, Particle, Sweeps, Target, is_traced
+from numpyro_repulsion.gradients.minibatch import check_rows
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.kernels.bound import Settings
 from numpyro_repulsion.kernels.mcmc import jits_arguments

@@ -34,7 +34,6 @@ from numpyro_repulsion.gradients import (
     fingerprint,
     likelihood_energies,
     ravel_cloud,
-    rows_to_compare,
 )
 from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.kernels.iteration import Iteration, Keys, coordinate_limit, length_limit, warmup_limit
@@ -241,8 +240,8 @@ def energy_on_common_rows(bound: BoundSampler, _: None, where: Coordinates, prot
 def energy_to_compare(bound: BoundSampler, _: None, centering: Centering | None, prototype: Particle, y) -> Any:
     """Return energies of the likelihood alone, on the same rows for all, of particles in these coordinates."""
     iteration = _at(bound, where := Coordinates(Preconditioner(), centering, None), prototype)
-    particles, rows = jax.vmap(iteration.unravel)(y.reshape(-1, y.shape[-1])), rows_to_compare(iteration.bound.target)
-    energies = likelihood_energies(iteration.target(where), particles, rows)
+    particles = jax.vmap(iteration.unravel)(y.reshape(-1, y.shape[-1]))
+    energies = likelihood_energies(iteration.target(where), particles)
     return energies.reshape(y.shape[:-1]).astype(y.dtype)
 
 
@@ -294,7 +293,7 @@ def mean_curvature(bound: BoundSampler, _: None, where: Coordinates, prototype: 
 
     probes = jnp.arange(units.num_globals + units.size)
     found = Arrow.of_products(units, lax.map(product, probes, batch_size=min(16, len(probes))))
-    return found if is_centered else found + reference.hessian.scaled(change.scale)
+    return found if is_centered else jax.tree.map(jnp.add, found, reference.hessian.scaled(change.scale))
 
 
 def recover(bound: BoundSampler, min_spread: float | None, where: Coordinates, prototype: Particle, u) -> Any:

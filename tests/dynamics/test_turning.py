@@ -10,7 +10,8 @@ import numpyro
 import numpyro.distributions as dist
 
 from numpyro_repulsion import SGHMC, SGNHT, ControlVariates, Independent
-from numpyro_repulsion.dynamics import Cloud, Overdamped, Relativistic, Thermostat, Underdamped, turn_back
+from numpyro_repulsion.dynamics import Cloud, Overdamped, Relativistic, Thermostat, Underdamped
+from numpyro_repulsion.dynamics.base import turn_back
 
 MOMENTA = [Underdamped(), Underdamped(kinetic=Relativistic(2.0)), Thermostat()]
 
