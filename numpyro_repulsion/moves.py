@@ -326,7 +326,7 @@ class Archive(Move[ArchiveState]):
         """Return the archive with all that is recorded, and S and s² fitted to it."""
         # Until the archive is full, it repeats its positions.
         filled = np.arange(len(jumps.source)) % max(int(jumps.number), 1)
-        change = warmup.scales.preconditioner
+        change = warmup.preconditioner
         z, gradient = (x[filled] for x in jumps.recorded)
         gradient = change.whiten_gradient(gradient)
         within = _within(gradient, jumps, temperature)

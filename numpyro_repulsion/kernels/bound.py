@@ -330,7 +330,7 @@ class BoundSampler:
         :param automatic: the kind of scales of ``preconditioner="auto"``, which the start of a run chooses, and which
             the preconditioner has from then on. Nothing but the entry ``kind`` of the plan depends on it.
         """
-        kernel, is_noisy = self.kernel, self.gradient.is_noisy(self.target)
+        kernel, plates = self.kernel, self.target.plates
         rule = kernel.step_size if isinstance(kernel.step_size, BiasBudget) else None
         kind = kernel.scale if isinstance(kernel.scale, str) else None
         if kind == "auto":
@@ -343,9 +343,14 @@ class BoundSampler:
             has_reference=self.gradient.has_reference,
             epoch=self.gradient.epoch_length(self.target, kernel.num_steps),
             sweep=self.gradient.sweep_length(self.target),
-            late=most_late_iterations(self.target.plates, kernel.num_steps),
-            is_noisy=is_noisy,
+            late=most_late_iterations(plates, kernel.num_steps),
+            is_noisy=self.gradient.is_noisy(self.target),
             has_moves=kernel.moves is not None,
+            num_steps=kernel.num_steps,
+            tunes_bandwidth=kernel.interaction.tunes_bandwidth,
+            shares_minibatches=self.gradient.shared,
+            minibatch_size=min((batch for _, batch in plates.values()), default=1),
+            num_minibatches=max((-(-size // batch) for size, batch in plates.values()), default=1),
         )
 
 

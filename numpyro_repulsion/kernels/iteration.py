@@ -140,10 +140,6 @@ class Iteration:
     def num_steps(self) -> int:
         return self.bound.kernel.num_steps
 
-    @property
-    def shares_minibatches(self) -> bool:
-        return self.bound.gradient.shared
-
     def target(self, learned: Learned | WarmupState | Coordinates) -> Target:
         """Return the posterior in the coordinates that the preconditioner whitens."""
         return self.bound.target if learned.centering is None else self.centered(learned.centering)

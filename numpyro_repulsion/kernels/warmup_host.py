@@ -57,7 +57,7 @@ ALL_LEARNERS: tuple[Learner, ...] = (*LEARNERS, _update_jumps)
 
 @dataclass(frozen=True, eq=False)
 class HostSampler:
-    """What learners may use of a bound sampler, :class:`~numpyro_repulsion.warmup.Sampler`, by programs."""
+    """What learners may use of a bound sampler, by programs. Arrays are those of the host."""
 
     bound: BoundSampler
     plan: WarmupPlan
@@ -67,26 +67,6 @@ class HostSampler:
     @property
     def dynamics(self):
         return self.bound.kernel.dynamics
-
-    @property
-    def num_steps(self):
-        return self.bound.kernel.num_steps
-
-    @property
-    def tunes_bandwidth(self):
-        return self.bound.kernel.interaction.tunes_bandwidth
-
-    @property
-    def shares_minibatches(self):
-        return self.bound.gradient.shared
-
-    @property
-    def minibatch_size(self):
-        return min((batch for _, batch in self.bound.target.plates.values()), default=1)
-
-    @property
-    def num_minibatches(self):
-        return max((-(-size // batch) for size, batch in self.bound.target.plates.values()), default=1)
 
     def _run(self, function, settings, *arrays, num_gradients=0):
         """Return on the host what a program returns, for arrays of which the host may have made floats more precise."""
@@ -111,22 +91,27 @@ class HostSampler:
         return self._run(warmup_programs.couple, None, u, bandwidth, np.bool_(is_new), self.state.rng_key, seed)
 
     def couple(self, u, bandwidth):
+        """Return the bound and the diagonal of K for particles ``(G, L, d)``; it has no operations."""
         _, bound, diagonal, _, is_identity = self._couple(u, bandwidth)
         return Coupling.of_figures(bound, diagonal, is_identity)
 
     def steepness(self, u, bandwidth):
+        """Return how fast Γ changes along a random direction."""
         return self._couple(u, bandwidth)[3]
 
     def bandwidth_of(self, u):
+        """Return the bandwidth by the rule of the interaction."""
         return self._couple(u, self.state.warmup.bandwidth, is_new=True)[0]
 
     def best_bandwidth(self, u, rule, tolerance):
         return self._run(warmup_programs.best_bandwidth, tolerance, u, rule)
 
     def gradients(self, warmup):
+        """Return the function for gradients in whitened coordinates."""
         return lambda cases: (gradient for _, gradient in self._evaluated(warmup, cases))
 
     def energy_and_grad(self, warmup, seed, u):
+        """Return U and ∇U on the minibatch of a seed."""
         return next(self._evaluated(warmup, [(seed, u, 0)]))
 
     def _evaluated(self, warmup, cases):
@@ -151,6 +136,7 @@ class HostSampler:
         return self._run(warmup_programs.energy_to_compare, None, centering, self.state.prototype, y)
 
     def recover(self, warmup, u, learns):
+        """Return the centering, if it ``learns`` with powers and bases by gradients, and particles of the model."""
         return self._run(warmup_programs.recover, MIN_SPREAD if learns else None, *self._coordinates(warmup), u)
 
     def to_coordinates(self, centering, found):
@@ -159,7 +145,7 @@ class HostSampler:
     def evaluate_reference(self, rng, warmup, reference, with_hessian):
         size, seed = self.state.cloud.potential_energy.size, np.uint32(draw_seed(rng))
         where = self._coordinates(warmup._replace(reference=None))
-        passes = reference.hessian.units.num_probes * self.num_minibatches // size if with_hessian else 0
+        passes = reference.hessian.units.num_probes * self.plan.num_minibatches // size if with_hessian else 0
         found = self._run(
             warmup_programs.evaluate_reference,
             (size, with_hessian),
@@ -234,12 +220,11 @@ def iterations_of(bound: BoundSampler, state: Warming) -> list[Callable[[Warming
 
 def _without_sums(state, is_arriving):
     """Return the state where the sums of a window begin."""
-    scales, arrival = state.warmup.scales, state.warmup.arrival
+    warmup, arrival = state.warmup, state.warmup.arrival
     empty = partial(jax.tree.map, lambda x: _put(x, np.zeros(x.shape, x.dtype)))
     if is_arriving and arrival.surroundings is not None:
         arrival = arrival._replace(surroundings=empty(arrival.surroundings))
-    scales = scales._replace(moments=empty(scales.moments))
-    return state._replace(warmup=state.warmup._replace(scales=scales, arrival=arrival))
+    return state._replace(warmup=warmup._replace(moments=empty(warmup.moments), arrival=arrival))
 
 
 def _learn(bound, plan, programs, window, state):

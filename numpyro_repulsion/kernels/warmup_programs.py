@@ -121,10 +121,9 @@ class WarmupIteration(Iteration):
         iteration, jumps = warmup.iteration + 1, warmup.jumps
         if (moves := self.bound.moves) is not None and jumps is not None:
             jumps = moves.record(jumps, warmup.preconditioner, cloud, iteration - window.arrived)
-        scales = warmup.scales._replace(moments=moments)
         return state._replace(
             cloud=cloud,
-            warmup=warmup._replace(iteration=iteration, scales=scales, jumps=jumps),
+            warmup=warmup._replace(iteration=iteration, moments=moments, jumps=jumps),
             num_updates=state.num_updates + self.num_steps,
         )
 
@@ -134,7 +133,7 @@ class WarmupIteration(Iteration):
         :param noise: the variance of the gradient noise in warmup, and its extremes afterwards.
         """
         limit = None
-        if self.plan.kind is not None and self.plan.measures and warmup.scales.moments is not None:
+        if self.plan.kind is not None and self.plan.measures:
             if self.plan.is_noisy:
                 limit = warmup_limit(noise) if is_warmup else coordinate_limit(noise)
             else:
@@ -150,7 +149,7 @@ class WarmupIteration(Iteration):
         warmup = warmup._replace(reference=None)
         if arrival.is_prolonged is None:
             # Until particles have arrived, they are in the coordinates of the model, whose gradient compiles faster.
-            warmup = warmup._replace(scales=warmup.scales._replace(centering=None))
+            warmup = warmup._replace(centering=None)
         evaluate = self.energy_and_grad(warmup)
 
         def energy_and_grad(u):

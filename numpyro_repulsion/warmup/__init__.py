@@ -10,7 +10,8 @@ learner              file           reads                                    wri
 ===================  =============  =======================================  =========================================
 update_symptoms      learned.py     its sums                                 symptoms
 update_arrival       arrival.py     energies, gradients                      arrival; positions of lost particles
-update_centering     scales.py      curvature of hierarchical sites          scales; the cloud in the new coordinates
+update_centering     scales.py      curvature of hierarchical sites          centering, scales; the cloud in the new
+                                                                              coordinates
 update_reference     step_size.py   moments of the scales, or positions      reference
 update_scales        scales.py      positions, gradients; or curvature and   scales; the cloud in the new coordinates
                                     noise (curvature.py)
@@ -58,7 +59,6 @@ from numpyro_repulsion.warmup.state import (
     JumpsState,
     Learner,
     Sampler,
-    ScalesState,
     StepState,
     WarmupPlan,
     WarmupState,
@@ -88,7 +88,6 @@ __all__ = [
     "Coordinates",
     "Preconditioner",
     "Sampler",
-    "ScalesState",
     "Timetable",
     "StepState",
     "WarmupDiagnosis",

@@ -107,7 +107,7 @@ def update_bandwidth(rng: Generator, window: Window, warmup: WarmupState, cloud:
     if not plan.learns_bandwidth or (plan.arrives and not window.has_arrived):
         return warmup, cloud
     bandwidth = rule = sampler.bandwidth_of(cloud.z)
-    if sampler.tunes_bandwidth and window.num_settled > 0:
+    if plan.tunes_bandwidth and window.num_settled > 0:
         tolerance = (plan.rule or BiasBudget()).tolerance_for(False)
         # If a short run raised the step beyond the bias budget, stability limits the step; a wide K would shorten it.
         best = rule if warmup.step.is_raised else sampler.best_bandwidth(cloud.z, rule, tolerance)

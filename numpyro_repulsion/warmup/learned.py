@@ -353,7 +353,7 @@ def diagnose_warmup(
     number, accepted = (0.0, 0.0) if warmup.jumps is None else warmup.jumps.tally
     jumps_well = accepted > 0.02 * np.maximum(number, 1.0)
     # Noisy directions are wide in whitened coordinates by intent.
-    condition = curvature * spread / warmup.scales.noise_shrinkage
+    condition = curvature * spread / warmup.noise_shrinkage
     is_known = travels and not has_basins and step.effective_draws >= 0
     # Curvature and spread vary harmlessly between basins.
     return found._replace(
@@ -365,6 +365,6 @@ def diagnose_warmup(
         dependence=symptoms.dependence if is_sampler and not (is_prolonged or has_basins) else unknown,
         has_heavy_tails=has_heavy_tails,
         has_basins=has_basins and not jumps_well,
-        is_diagonal=warmup.scales.preconditioner.kind == "diagonal",
+        is_diagonal=warmup.preconditioner.kind == "diagonal",
         noise_ratio=step.noise_share * warmup.noise / curvature,
     )

@@ -106,7 +106,7 @@ def _measured(rng, window, warmup, cloud, sampler):
 def _best_order(warmup, cloud, sampler, orders):
     """Return the best order of control variates: by the noise; in sweeps by the step, because each costs gradients."""
     plan, dynamics = sampler.plan, sampler.dynamics
-    known = warmup.step.measurements
+    known = warmup.measurements
     if plan.sweep is None or plan.rule is None:
         # Of equal ones the highest.
         return min(sorted(orders, reverse=True), key=lambda order: known.mean_noise[order])
@@ -122,8 +122,9 @@ def _best_order(warmup, cloud, sampler, orders):
 
 
 def _stats(warmup, noise, spread, coupling, sampler):
-    plan, shared = sampler.plan, sampler.shares_minibatches
-    return summarize_curvature(warmup.measurements, noise, spread, coupling, sampler.dynamics, shared, plan.sweep)
+    plan = sampler.plan
+    measured = warmup.measurements, noise, spread, coupling
+    return summarize_curvature(*measured, sampler.dynamics, plan.shares_minibatches, plan.sweep)
 
 
 def _max_step_for_sums(rng, window, warmup, cloud, sampler, error, stats, needed):
@@ -157,7 +158,7 @@ def _with_step_size(rng, window, warmup, cloud, sampler):
     rule = plan.rule
     error = dynamics.step_error(coupling)
     tolerance = plan.tolerance(error, warmup.order)
-    num_particle_updates = float(cloud.potential_energy.size * sampler.num_steps * window.timetable.num_warmup)
+    num_particle_updates = float(cloud.potential_energy.size * plan.num_steps * window.timetable.num_warmup)
     draws_per_step = num_particle_updates * error.relaxation_rate(spread) / 2.0
     # Only jumps move particles between basins, so a longer step gains no draws there. With minibatches, a longer step
     # must gain draws in most coordinates, because its bias is in all of them; and a cloud that has just arrived is too

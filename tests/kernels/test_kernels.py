@@ -216,8 +216,8 @@ def test_each_quantity_freezes_in_its_turn_and_programs_serve_other_data(data, c
 
     references = [25, 30, 40, 60]
     scales = {15, *references}
-    assert set(changes(warmup.scales.preconditioner.scale)) == scales
-    assert set(changes(warmup.scales.preconditioner.center)) == scales
+    assert set(changes(warmup.preconditioner.scale)) == scales
+    assert set(changes(warmup.preconditioner.center)) == scales
     assert changes(warmup.reference.position) == references
     settling = [25, 30, 40, 60, 65, 70, 75, 80, 85, 90, 95, 100]
     assert changes(warmup.step.measurements.curvature) == settling

@@ -147,7 +147,9 @@ def test_windows_count_alike_once_scales_are_frozen():
             return found
 
         sampler = SimpleNamespace(
-            plan=plan, tunes_bandwidth=tunes_bandwidth, bandwidth_of=lambda u: rule, best_bandwidth=best_bandwidth
+            plan=plan._replace(tunes_bandwidth=tunes_bandwidth),
+            bandwidth_of=lambda u: rule,
+            best_bandwidth=best_bandwidth,
         )
         step = StepState(0.1, 0.01, 0.01, 0.0, is_raised, 1.0, None)
         warmup = WarmupState(*[None] * 10)._replace(step=step, bandwidth=7.0)

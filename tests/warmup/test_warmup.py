@@ -527,8 +527,6 @@ class Sampler(NamedTuple):
     plan: WarmupPlan
     gradient: Callable
     dynamics: Dynamics = Overdamped()
-    num_steps: int = 10
-    shares_minibatches: bool = False
 
     def gradients(self, warmup):
         return self.gradient
@@ -549,7 +547,7 @@ def tune(gradients, u, has_noise=False, **fields):
     cloud = Cloud(u, np.zeros(u.shape[:2], np.float32), next(iter(gradients([(0, u, 0)]))), ())
     warmup = WarmupState.start(100, Preconditioner(), 1e-3, jnp.asarray(jnp.nan), cloud, plan)
     moments = warmup.moments.add(*(x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient)))
-    warmup = jax.device_get(warmup._replace(scales=warmup.scales._replace(moments=moments), **fields))
+    warmup = jax.device_get(warmup._replace(moments=moments, **fields))
     with np.errstate(all="ignore"):
         return update_step_size(generator(), Window(Timetable(100), 100), warmup, cloud, Sampler(plan, gradients))[0]
 
