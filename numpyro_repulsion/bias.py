@@ -28,14 +28,9 @@ from numpyro_repulsion.kernels import (
     has_other_data,
     kernel_of_run,
 )
-from numpyro_repulsion.warmup import (
-    UNKNOWN,
-    Measured,
-    Measurements,
-    estimate_curvature,
-    measure_steepness,
-    summarize_curvature,
-)
+from numpyro_repulsion.warmup import Measured, Measurements
+from numpyro_repulsion.warmup.bandwidth import measure_steepness
+from numpyro_repulsion.warmup.curvature import UNKNOWN, estimate_curvature, summarize_curvature
 
 #: Largest number of entries of one series of a segment; for larger particles only some coordinates are followed.
 MAX_ENTRIES = 2**24

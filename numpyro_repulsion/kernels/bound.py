@@ -35,7 +35,9 @@ from numpyro_repulsion.moves import Basins, Move
 from numpyro_repulsion.processes import is_spread
 from numpyro_repulsion.rows import Rows
 from numpyro_repulsion.schedules import BiasBudget, Cyclical, Schedule, as_schedule
-from numpyro_repulsion.warmup import LAST_ADAPTED, NUM_HESSIANS, WarmupPlan, most_late_iterations
+from numpyro_repulsion.warmup import WarmupPlan
+from numpyro_repulsion.warmup.arrival import most_late_iterations
+from numpyro_repulsion.warmup.windows import LAST_ADAPTED, NUM_HESSIANS
 
 
 class Settings:

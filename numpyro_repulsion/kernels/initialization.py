@@ -31,7 +31,9 @@ from numpyro_repulsion.kernels.state import ParticleState, last_word
 from numpyro_repulsion.kernels.warmup_programs import Frozen, Warming, freeze
 from numpyro_repulsion.layout import place_particles
 from numpyro_repulsion.starts import JointStrategy
-from numpyro_repulsion.warmup import MIN_PARTICLES, Preconditioner, WarmupState, first_scale
+from numpyro_repulsion.warmup import Preconditioner, WarmupState
+from numpyro_repulsion.warmup.preconditioner import first_scale
+from numpyro_repulsion.warmup.scales import MIN_PARTICLES
 
 MAX_DRAWS = 100
 #: Starts are contracted to this share of their distance from their median if that lowers energies by this factor; a

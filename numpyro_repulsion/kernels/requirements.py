@@ -24,7 +24,7 @@ from numpyro_repulsion.layout import PARTICLES, check_mesh, num_devices
 from numpyro_repulsion.moves import Move
 from numpyro_repulsion.processes import agree, are_several, is_spread
 from numpyro_repulsion.rows import Rows
-from numpyro_repulsion.warmup import MIN_WARMUP
+from numpyro_repulsion.warmup.learned import MIN_WARMUP
 
 
 def described(kernel: Settings, args: tuple, kwargs: dict) -> dict[str, Any]:

@@ -23,23 +23,15 @@ from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.kernels.programs import Programs, compiler_options
 from numpyro_repulsion.kernels.warmup_programs import Judged, Warming, WindowInfo, what_is_on
 from numpyro_repulsion.processes import are_several
-from numpyro_repulsion.warmup import (
-    ARRIVED,
-    FREEZE,
-    LEARNERS,
-    MIN_SPREAD,
-    UNKNOWN,
-    Coordinates,
-    Learner,
-    Measured,
-    Timetable,
-    WarmupDiagnosis,
-    WarmupPlan,
-    WarmupState,
-    Window,
-    diagnose_warmup,
-    draw_seed,
-)
+from numpyro_repulsion.warmup import Coordinates, Measured, Timetable, WarmupDiagnosis, WarmupPlan, WarmupState, Window
+from numpyro_repulsion.warmup.arrival import update_arrival, update_prolongation
+from numpyro_repulsion.warmup.bandwidth import update_bandwidth
+from numpyro_repulsion.warmup.curvature import UNKNOWN, draw_seed
+from numpyro_repulsion.warmup.learned import diagnose_warmup, update_symptoms
+from numpyro_repulsion.warmup.scales import MIN_SPREAD, update_centering, update_scales
+from numpyro_repulsion.warmup.state import Learner
+from numpyro_repulsion.warmup.step_size import update_reference, update_step_size
+from numpyro_repulsion.warmup.windows import ARRIVED, FREEZE
 
 
 def _update_jumps(rng, window, warmup, cloud, sampler):
@@ -51,8 +43,20 @@ def _update_jumps(rng, window, warmup, cloud, sampler):
     return warmup._replace(jumps=jumps), cloud
 
 
-#: In calling order.
-ALL_LEARNERS: tuple[Learner, ...] = (*LEARNERS, _update_jumps)
+#: In calling order: lost particles return by energies in the old coordinates, so other coordinates come after that, and
+#: before a reference in them. New scales come after the reference, whose noise they account for, and before what is
+#: measured in them.
+LEARNERS: tuple[Learner, ...] = (
+    update_symptoms,
+    update_arrival,
+    update_centering,
+    update_reference,
+    update_scales,
+    update_bandwidth,
+    update_step_size,
+    update_prolongation,
+    _update_jumps,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,7 +241,7 @@ def _learn(bound, plan, programs, window, state):
     warmup, cloud = on_host
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        for learner in ALL_LEARNERS:
+        for learner in LEARNERS:
             warmup, cloud = found = _like(on_host, learner(rng, window, warmup, cloud, sampler))
     if are_several():
         found = multihost_utils.broadcast_one_to_all(found)

@@ -41,17 +41,10 @@ from numpyro_repulsion.kernels.iteration import Iteration, Keys, coordinate_limi
 from numpyro_repulsion.kernels.state import Origin, ParticleState, map_particles
 from numpyro_repulsion.layout import place_everywhere
 from numpyro_repulsion.rounding import AnyArray
-from numpyro_repulsion.warmup import (
-    Coordinates,
-    Learned,
-    Preconditioner,
-    WarmupState,
-    arrive,
-    best_bandwidth as _best_bandwidth,
-    descend,
-    measure_steepness,
-    svgd_direction,
-)
+from numpyro_repulsion.warmup import Coordinates, Learned, Preconditioner, WarmupState
+from numpyro_repulsion.warmup.adam import descend, svgd_direction
+from numpyro_repulsion.warmup.arrival import arrive
+from numpyro_repulsion.warmup.bandwidth import best_bandwidth as _best_bandwidth, measure_steepness
 
 
 class Warming(NamedTuple):

@@ -17,7 +17,8 @@ from benchmarks.problems.targets import bayesian_neural_network as network
 from numpyro_repulsion import SGLD, SGLDR, SGNHT, SVRG, BiasBudget, Subsampled
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.kernels import warmup_programs
-from numpyro_repulsion.warmup import Timetable, WarmupPlan, WarmupState, Window, arrival, first_scale, scales, step_size
+from numpyro_repulsion.warmup import Timetable, WarmupPlan, WarmupState, Window, arrival, scales, step_size
+from numpyro_repulsion.warmup.preconditioner import first_scale
 from numpyro_repulsion.warmup.windows import ARRIVED, FIRST_WHITENED
 
 N, BATCH, PARTICLES = 200, 20, 8
