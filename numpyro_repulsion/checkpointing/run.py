@@ -104,13 +104,6 @@ def run_in_pieces(
         raise ValueError(f'run_in_pieces needs chain_method="vectorized"; got {mcmc.chain_method!r}.')
     set_arguments(mcmc, args, kwargs)
     init_params = jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), init_params)
-    if init_params is not None and mcmc.num_chains > 1:
-        shapes = jax.tree.map(jnp.shape, init_params)
-        if any(np.shape(leaf)[:1] != (mcmc.num_chains,) for leaf in jax.tree.leaves(init_params)):
-            raise ValueError(
-                f"`init_params` must have one start for each chain, a leading axis of {mcmc.num_chains}; got "
-                f"shapes {shapes}."
-            )
     jit_spread_arguments(mcmc)
     keys = random.split(rng_key, mcmc.num_chains) if mcmc.num_chains > 1 and is_prng_key(rng_key) else rng_key
     given = mcmc.post_warmup_state if init_params is None else init_params
@@ -208,7 +201,7 @@ def _frozen(mcmc, state):
     reference = warmup.reference
     orders = (0,) if reference is None else (1, 0) if reference.hessian is None else (2, 1, 0)
     for on in itertools.product(orders, (False,) if warmup.jumps is None else (True, False)):
-        how = Frozen(on, True, True, mcmc.num_warmup, mcmc.num_chains == 1)
+        how = Frozen(on, True, mcmc.num_warmup, mcmc.num_chains == 1)
         yield jax.eval_shape(lambda state, how=how: kernel.frozen_as(how, state, *arguments(mcmc)), state)
 
 

@@ -32,7 +32,7 @@ from numpyro_repulsion.kernels.bound import (
     preconditioner_scale,
     step_schedule,
 )
-from numpyro_repulsion.kernels.iteration import Iteration, Keys
+from numpyro_repulsion.kernels.iteration import Iteration
 from numpyro_repulsion.kernels.mcmc import arguments, calling_mcmc, collects_warmup
 from numpyro_repulsion.kernels.programs import Programs, compiler_options
 from numpyro_repulsion.kernels.requirements import (
@@ -314,13 +314,8 @@ class ParticleKernel(Settings, MCMCKernel):
         plan = bound.plan()
         how = None
         if num_warmup == 0 or not plan.learns:
-            how = Frozen(
-                on=(int(plan.epoch is not None), False),
-                has_warmed=False,
-                skips_warmup=False,
-                iteration=0,
-                is_single=is_single,
-            )
+            on = int(plan.epoch is not None), False
+            how = Frozen(on, skips_warmup=False, iteration=0, is_single=is_single)
         posterior_id = None
         if num_warmup > 0 or bound.gradient.has_reference:
             posterior_id = bound.posterior_id(init_params)
@@ -362,14 +357,8 @@ class ParticleKernel(Settings, MCMCKernel):
         :param skips_warmup: whether NumPyro's iterations of warmup pass without an update.
         """
         with hinting(self.model, args, kwargs or {}):
-            how = Frozen(
-                warmup_programs.what_is_on(self.bind(args, kwargs), state.warmup),
-                True,
-                skips_warmup,
-                iteration,
-                is_single,
-            )
-            return self.frozen_as(how, state, args, kwargs)
+            on = warmup_programs.what_is_on(self.bind(args, kwargs), state.warmup)
+            return self.frozen_as(Frozen(on, skips_warmup, iteration, is_single), state, args, kwargs)
 
     def frozen_as(self, how: Frozen, state: Warming, args, kwargs) -> ParticleState:
         """Return a state for which it is known what is on, also for the shapes of a warmup."""
@@ -393,8 +382,8 @@ class ParticleKernel(Settings, MCMCKernel):
         state = place_everywhere(given.with_particle_axis())
         iteration, cloud = self.parts(state, model_args, model_kwargs)
         learned, is_counted = iteration.with_references(cloud, state.learned), True
-        rng_key, keys = Keys.of(state.rng_key, self.num_steps, learned.jumps is not None)
-        now, learned = iteration.move(keys, cloud, learned, state.num_updates)
+        has_jump = learned.jumps is not None
+        rng_key, now, learned = iteration.move(state.rng_key, cloud, learned, state.num_updates, has_jump)
         if state.origin.has_warmed:
             is_counted = state.iteration >= state.num_warmup
         count = state.num_flagged_updates + jnp.where(is_counted, now.flagged.sum(), 0)

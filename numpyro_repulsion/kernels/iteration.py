@@ -50,19 +50,6 @@ from numpyro_repulsion.rounding import AnyArray
 from numpyro_repulsion.warmup import Coordinates, Learned, WarmupPlan, WarmupState
 
 
-class Keys(NamedTuple):
-    """The random keys of an iteration, all from one split, because each split takes a tenth of a second to compile."""
-
-    jump: jax.Array | None
-    updates: jax.Array  # ``(num_steps,)``
-
-    @staticmethod
-    def of(key: jax.Array, num_steps: int, has_jump: bool) -> tuple[jax.Array, Keys]:
-        """Return the key of the next iteration, and the keys of this one."""
-        keys = random.split(key, 1 + has_jump + num_steps)
-        return keys[0], Keys(keys[1] if has_jump else None, keys[1 + has_jump :])
-
-
 class Progress(NamedTuple):
     """The quantities that updates change."""
 
@@ -223,12 +210,17 @@ class Iteration:
         return now, learned._replace(jumps=jumps)
 
     def move(
-        self, keys: Keys, cloud: Cloud, learned: Learned, num_updates: Integer[Array, ""]
-    ) -> tuple[Progress, Learned]:
-        """Make ``num_steps`` updates, after one jump if there are jumps; `halved_series` does so with two clouds."""
-        now, learned = self.begin(keys.jump, cloud, num_updates, learned)
-        now, _ = lax.scan(lambda now, key: (self._update(key, now, learned), None), now, keys.updates)
-        return now, self.ended(learned)
+        self, key: jax.Array, cloud: Cloud, learned: Learned, num_updates: Integer[Array, ""], has_jump: bool
+    ) -> tuple[jax.Array, Progress, Learned]:
+        """Make ``num_steps`` updates, after one jump if there are jumps; `halved_series` does so with two clouds.
+
+        :return: the key of the next iteration, what has changed, and what was learned.
+        """
+        # All keys from one split, because each split takes a tenth of a second to compile.
+        keys = random.split(key, 1 + has_jump + self.num_steps)
+        now, learned = self.begin(keys[1] if has_jump else None, cloud, num_updates, learned)
+        now, _ = lax.scan(lambda now, key: (self._update(key, now, learned), None), now, keys[1 + has_jump :])
+        return keys[0], now, self.ended(learned)
 
     def ended(self, learned: Learned, num_steps: int | None = None) -> Learned:
         """Return what was learned, with references older, after the last update of an iteration."""

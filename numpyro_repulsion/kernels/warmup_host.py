@@ -259,12 +259,13 @@ def _put(x: jax.Array, value: np.ndarray) -> jax.Array:
 
 def judge(bound: BoundSampler, plan: WarmupPlan, state: Warming) -> Judged:
     """Return what the host says of a warmup at its end."""
-    kernel, like = bound.kernel, state.warmup.step.size
+    kernel, dynamics, like = bound.kernel, bound.kernel.dynamics, state.warmup.step.size
     if isinstance(like, (jax.core.Tracer, jax.ShapeDtypeStruct)):
         is_judged, one = plan.measures or plan.has_moves, np.zeros((), like.dtype)
         numbers = (np.zeros(len(names._fields), like.dtype) for names in (Measured, WarmupDiagnosis))
         return Judged(one, *(numbers if is_judged else (None, None)))
     warmup = jax.device_get(state.warmup)
+    known, step = warmup.measurements, warmup.step
 
     def packed(numbers):
         found = np.asarray([float(x) for x in numbers], like.dtype)
@@ -273,10 +274,13 @@ def judge(bound: BoundSampler, plan: WarmupPlan, state: Warming) -> Judged:
     with np.errstate(all="ignore"):
         extreme = np.zeros((), like.dtype)
         if plan.measures:
-            extreme = np.asarray(warmup.measurements.mean_extreme_gradient[warmup.order], like.dtype)
+            extreme = np.asarray(known.mean_extreme_gradient[warmup.order], like.dtype)
         if not (plan.measures or plan.has_moves):
             return Judged(extreme, None, None)
         is_jumping = None if kernel.moves is None else what_is_on(bound, warmup)[1]
         is_swept = isinstance(kernel.gradient, Sweeps)
-        problems = diagnose_warmup(warmup, plan.rule, kernel.dynamics, is_jumping, is_swept)
-        return Judged(extreme, packed(Measured.of(warmup, kernel.dynamics)), packed(problems))
+        curvature = known.high_curvature, known.largest_curvature, known.typical_steepness
+        noise = warmup.noise, warmup.isotropic_noise
+        measured = Measured(*curvature, *noise, warmup.spread(dynamics), step.bias, step.mean_bias)
+        problems = diagnose_warmup(warmup, plan.rule, dynamics, is_jumping, is_swept)
+        return Judged(extreme, packed(measured), packed(problems))

@@ -37,7 +37,7 @@ from numpyro_repulsion.gradients import (
     rows_to_compare,
 )
 from numpyro_repulsion.kernels.bound import BoundSampler
-from numpyro_repulsion.kernels.iteration import Iteration, Keys, coordinate_limit, length_limit, warmup_limit
+from numpyro_repulsion.kernels.iteration import Iteration, coordinate_limit, length_limit, warmup_limit
 from numpyro_repulsion.kernels.state import Origin, ParticleState, map_particles
 from numpyro_repulsion.layout import place_everywhere
 from numpyro_repulsion.rounding import AnyArray
@@ -74,25 +74,25 @@ class WarmupIteration(Iteration):
     def approach(self, state: Warming, window: WindowInfo) -> Warming:
         """Make one iteration in which particles arrive."""
         cloud, warmup = state.cloud, state.warmup
-        rng_key, keys = Keys.of(state.rng_key, self.num_steps, False)
+        keys = random.split(state.rng_key, 1 + self.num_steps)
         begins, ends = window.half
         share_done = (warmup.iteration - begins) / jnp.maximum(ends - begins, 1)
 
         def update(carry, key):
             return self._approach(key, share_done, carry, warmup), None
 
-        (position, arrival), _ = lax.scan(update, (cloud[:3], warmup.arrival), keys.updates)
+        (position, arrival), _ = lax.scan(update, (cloud[:3], warmup.arrival), keys[1:])
         cloud = Cloud(*position, cloud.memory)
         if arrival.surroundings is not None:
             seen = arrival.surroundings.add(cloud.potential_energy, cloud.gradient)
             arrival = arrival._replace(surroundings=seen)
-        return self._counted(state._replace(rng_key=rng_key), window, cloud, warmup._replace(arrival=arrival))
+        return self._counted(state._replace(rng_key=keys[0]), window, cloud, warmup._replace(arrival=arrival))
 
     def travel(self, state: Warming, window: WindowInfo) -> Warming:
         """Make one iteration of the sampler."""
-        rng_key, keys = Keys.of(state.rng_key, self.num_steps, True)
         warmup = self._with_window_references(window, state.cloud, state.warmup)
-        progress, learned = self.move(keys, state.cloud, self.learned(warmup, window.noise), state.num_updates)
+        learned = self.learned(warmup, window.noise)
+        rng_key, progress, learned = self.move(state.rng_key, state.cloud, learned, state.num_updates, True)
         cloud, bandwidth, symptoms = progress.cloud, warmup.bandwidth, warmup.symptoms
         warmup = warmup._replace(jumps=learned.jumps, reference=learned.reference)
         if self.plan.learns_bandwidth:
@@ -349,8 +349,7 @@ class Frozen(NamedTuple):
     """How a state is made of a warmup; static."""
 
     on: tuple[int, bool]  # the order of the control variates in use, and whether particles jump
-    has_warmed: bool  # this and the next one are those of the state's `Origin`
-    skips_warmup: bool
+    skips_warmup: bool  # as in the state's `Origin`
     iteration: int  # how many count as done
     is_single: bool  # whether the state is that of a single plain chain
 
@@ -365,17 +364,28 @@ class Judged(NamedTuple):
 
 def freeze(bound: BoundSampler, how: Frozen, state: Warming, judged: Judged | None) -> ParticleState:
     """Return the state from which draws are made, with all that warmup learned, if there was one."""
-    iteration, warmup = _iteration(bound, state), state.warmup
-    if judged is None:
-        limited, judged = Learned.of(warmup, None), Judged(np.zeros(()), None, None)
-    else:
-        limited = iteration.learned(warmup, judged.extreme_gradient, is_warmup=False)
+    iteration, warmup, (order, has_jumps) = _iteration(bound, state), state.warmup, how.on
+    learned, reference = Learned.of(warmup, None), warmup.reference
+    if judged is not None:
+        learned = iteration.learned(warmup, judged.extreme_gradient, is_warmup=False)
+        learned = learned._replace(measured=judged.measured, diagnosis=judged.diagnosis)
+    if reference is not None:
+        hessian = reference.hessian if order == 2 else None
+        reference = reference._replace(order=None, hessian=hessian) if order else None
+    start = warmup.data_fingerprint
+    # What is off is absent from the programs.
+    learned = learned._replace(
+        reference=reference,
+        jumps=learned.jumps if has_jumps else None,
+        posterior_id=warmup.posterior_id,
+        data_fingerprint=None if start is None else jnp.append(*start),
+    )
     cloud = place_everywhere(state.cloud)
     found = ParticleState.of(
         iteration,
         cloud,
-        limited.completed(warmup, judged.measured, judged.diagnosis, how.on),
-        iteration.step_size(limited, jnp.maximum(state.num_updates - 1, 0)),
+        learned,
+        iteration.step_size(learned, jnp.maximum(state.num_updates - 1, 0)),
         jnp.zeros(cloud.potential_energy.shape, int),
         state.rng_key,
         state.row_seed,
@@ -383,6 +393,6 @@ def freeze(bound: BoundSampler, how: Frozen, state: Warming, judged: Judged | No
         num_warmup=warmup.num_warmup,
         num_updates=state.num_updates,
         num_flagged_updates=jnp.zeros((), jnp.int32),
-        origin=Origin.of(bound.kernel, bound.gradient, how.has_warmed, how.skips_warmup),
+        origin=Origin.of(bound.kernel, bound.gradient, judged is not None, how.skips_warmup),
     )
     return map_particles(lambda x: x[0], found) if how.is_single else found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
 from jaxtyping import Float, Integer
 import numpy as np
 from numpy.random import Generator
@@ -191,21 +190,6 @@ class Measured(NamedTuple):
     bias: float
     mean_bias: float
 
-    @staticmethod
-    def of(warmup: WarmupState, dynamics: Dynamics) -> Measured:
-        """Return what a warmup measured."""
-        known = warmup.measurements
-        return Measured(
-            known.high_curvature,
-            known.largest_curvature,
-            known.typical_steepness,
-            warmup.noise,
-            warmup.isotropic_noise,
-            warmup.spread(dynamics),
-            warmup.step.bias,
-            warmup.step.mean_bias,
-        )
-
 
 class Coordinates(NamedTuple):
     """Coordinates and control variates: where gradients are evaluated, as in a :class:`Learned`."""
@@ -273,30 +257,6 @@ class Learned(NamedTuple):
             gradient_limit=gradient_limit,
             reference=warmup.reference,
             jumps=warmup.jumps,
-        )
-
-    def completed(
-        self, warmup: WarmupState, measured: AnyArray | None, diagnosis: AnyArray | None, on: tuple[int, bool]
-    ) -> Learned:
-        """Return what sampling needs, without what is off.
-
-        :param on: the order of the control variates in use, and whether particles jump.
-        """
-        order, has_jumps = on
-        data_fingerprint = None
-        if warmup.data_fingerprint is not None:
-            position, energy = warmup.data_fingerprint
-            data_fingerprint = jnp.append(position, energy)
-        reference = None
-        if order and self.reference is not None:
-            reference = self.reference._replace(order=None, hessian=self.reference.hessian if order == 2 else None)
-        return self._replace(
-            reference=reference,
-            jumps=self.jumps if has_jumps else None,
-            measured=measured,
-            diagnosis=diagnosis,
-            posterior_id=warmup.posterior_id,
-            data_fingerprint=data_fingerprint,
         )
 
 
