@@ -19,11 +19,10 @@ from numpyro_repulsion.noise import normal, uniform
 from numpyro_repulsion.rounding import matmul
 from numpyro_repulsion.warmup import Preconditioner, WarmupState, Window
 from numpyro_repulsion.warmup.preconditioner import inverse_root, shrink
-from numpyro_repulsion.warmup.state import JumpsState
 from numpyro_repulsion.warmup.windows import ARRIVED, FREEZE
 
 #: The type of the state of a move.
-State = TypeVar("State", bound=JumpsState)
+State = TypeVar("State")
 
 
 class Proposal(NamedTuple):

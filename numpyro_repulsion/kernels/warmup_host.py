@@ -23,7 +23,16 @@ from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.kernels.programs import Programs, compiler_options
 from numpyro_repulsion.kernels.warmup_programs import Judged, Warming, WindowInfo, what_is_on
 from numpyro_repulsion.processes import are_several
-from numpyro_repulsion.warmup import Coordinates, Measured, Timetable, WarmupDiagnosis, WarmupPlan, WarmupState, Window
+from numpyro_repulsion.warmup import (
+    Coordinates,
+    Measured,
+    Preconditioner,
+    Timetable,
+    WarmupDiagnosis,
+    WarmupPlan,
+    WarmupState,
+    Window,
+)
 from numpyro_repulsion.warmup.arrival import update_arrival, update_prolongation
 from numpyro_repulsion.warmup.bandwidth import update_bandwidth
 from numpyro_repulsion.warmup.curvature import UNKNOWN, draw_seed
@@ -87,7 +96,7 @@ class HostSampler:
             return jax.device_get(self.programs(function, self.bound, settings, *arrays, options=options))
 
     def _coordinates(self, warmup):
-        return Coordinates(warmup.preconditioner, warmup.centering, warmup.reference), self.state.prototype
+        return Coordinates(warmup.preconditioner, warmup.centering, warmup.reference, self.state.prototype)
 
     def _couple(self, u, bandwidth, is_new=False):
         # Each window measures along directions of its own.
@@ -119,7 +128,7 @@ class HostSampler:
         return next(self._evaluated(warmup, [(seed, u, 0)]))
 
     def _evaluated(self, warmup, cases):
-        """Yield U and ∇U for each case of :data:`~numpyro_repulsion.warmup.Gradients`, by one program."""
+        """Yield U and ∇U for each case of :data:`~numpyro_repulsion.warmup.curvature.Gradients`, by one program."""
         where, u, cases = self._coordinates(warmup), self.state.cloud.z, iter(cases)
         # So many points at once, and fewer where these have more numbers in all.
         most = int(np.clip(2**16 // u.size, 4, 64))
@@ -130,42 +139,37 @@ class HostSampler:
                 seeds[i], points[i], orders[i] = case
             rest = self.state.rng_key, seeds, points, orders, np.int32(count)
             # A warmup evaluates about 500 gradients of the cloud for its measurements.
-            found = self._run(warmup_programs.gradients, None, *where, *rest, num_gradients=500)
+            found = self._run(warmup_programs.gradients, None, where, *rest, num_gradients=500)
             yield from zip(*(x[:count] for x in found), strict=True)
 
     def energy_on_common_rows(self, warmup, u):
-        return self._run(warmup_programs.energy_on_common_rows, None, *self._coordinates(warmup), u)
+        return self._run(warmup_programs.energy_on_common_rows, None, self._coordinates(warmup), u)
 
     def energy_to_compare(self, centering, y):
-        return self._run(warmup_programs.energy_to_compare, None, centering, self.state.prototype, y)
+        where = Coordinates(Preconditioner(), centering, None, self.state.prototype)
+        return self._run(warmup_programs.energy_to_compare, None, where, y)
 
     def recover(self, warmup, u, learns):
         """Return the centering, if it ``learns`` with powers and bases by gradients, and particles of the model."""
-        return self._run(warmup_programs.recover, MIN_SPREAD if learns else None, *self._coordinates(warmup), u)
+        return self._run(warmup_programs.recover, MIN_SPREAD if learns else None, self._coordinates(warmup), u)
 
     def to_coordinates(self, centering, found):
-        return self._run(warmup_programs.to_coordinates, None, *self._coordinates(self.state.warmup), centering, found)
+        return self._run(warmup_programs.to_coordinates, None, self._coordinates(self.state.warmup), centering, found)
 
     def evaluate_reference(self, rng, warmup, reference, with_hessian):
         size, seed = self.state.cloud.potential_energy.size, np.uint32(draw_seed(rng))
         where = self._coordinates(warmup._replace(reference=None))
         passes = reference.hessian.units.num_probes * self.plan.num_minibatches // size if with_hessian else 0
-        found = self._run(
-            warmup_programs.evaluate_reference,
-            (size, with_hessian),
-            *where,
-            reference,
-            self.state.rng_key,
-            seed,
-            num_gradients=passes,
-        )
+        rest = reference, self.state.rng_key, seed
+        program, settings = warmup_programs.evaluate_reference, (size, with_hessian)
+        found = self._run(program, settings, where, *rest, num_gradients=passes)
         # What the host said of the data. Where it said nothing, any words say that there is a reference.
         return found._replace(posterior_id=np.maximum(warmup.posterior_id, 1))
 
     def mean_curvature(self, warmup, u):
         units = warmup.reference.hessian.units
         number = units.num_globals + units.size
-        return self._run(warmup_programs.mean_curvature, None, *self._coordinates(warmup), u, num_gradients=number)
+        return self._run(warmup_programs.mean_curvature, None, self._coordinates(warmup), u, num_gradients=number)
 
     def settled(self, cloud, step_size, noise):
         if type(self.dynamics).settled is Dynamics.settled:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax, random
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Integer
+from jaxtyping import Bool, Float, Integer
 import numpy as np
 
 from numpyro_repulsion.dynamics import Cloud
@@ -41,7 +41,7 @@ from numpyro_repulsion.kernels.iteration import Iteration, coordinate_limit, len
 from numpyro_repulsion.kernels.state import Origin, ParticleState, map_particles
 from numpyro_repulsion.layout import place_everywhere
 from numpyro_repulsion.rounding import AnyArray
-from numpyro_repulsion.warmup import Coordinates, Learned, Preconditioner, WarmupState
+from numpyro_repulsion.warmup import Coordinates, Learned, WarmupState
 from numpyro_repulsion.warmup.adam import descend, svgd_direction
 from numpyro_repulsion.warmup.arrival import arrive
 from numpyro_repulsion.warmup.bandwidth import best_bandwidth as _best_bandwidth, measure_steepness
@@ -173,11 +173,12 @@ class WarmupIteration(Iteration):
         return warmup._replace(reference=self.renewed(due, cloud, warmup, is_new))
 
 
-def _at(bound, where, prototype, row_seed=None, posterior_id=None):
+def _at(bound, where, prototype=None, row_seed=None, posterior_id=None):
     """Return the iteration at what warmup has learned; for measurements, without a seed and an identity."""
     bound = bound.behind_barrier()
     plan = bound.plan(where.preconditioner.kind)
-    return WarmupIteration(bound, plan, ravel_cloud(prototype)[1], row_seed, posterior_id, bound.kernel.schedule)
+    _, unravel = ravel_cloud(where.prototype if prototype is None else prototype)
+    return WarmupIteration(bound, plan, unravel, row_seed, posterior_id, bound.kernel.schedule)
 
 
 def _iteration(bound, state):
@@ -193,26 +194,20 @@ def _iterate(bound, step, state, number):
     return lax.fori_loop(0, number, lambda _, state: step(iteration, state), state._replace(cloud=cloud))
 
 
-def approach(
-    bound: BoundSampler, _: None, state: Warming, window: WindowInfo, number: Integer[Array, ""] | int
-) -> Warming:
+def approach(bound: BoundSampler, _: None, state: Warming, window: WindowInfo, number: jax.Array | int) -> Warming:
     """Make a number of iterations in which particles arrive."""
     return _iterate(bound, lambda iteration, state: iteration.approach(state, window), state, number)
 
 
-def travel(
-    bound: BoundSampler, _: None, state: Warming, window: WindowInfo, number: Integer[Array, ""] | int
-) -> Warming:
+def travel(bound: BoundSampler, _: None, state: Warming, window: WindowInfo, number: jax.Array | int) -> Warming:
     """Make a number of iterations of the sampler, within one window."""
     return _iterate(bound, lambda iteration, state: iteration.travel(state, window), state, number)
 
 
-def gradients(
-    bound: BoundSampler, _: None, where: Coordinates, prototype: Particle, key, seeds, points, orders, count
-) -> Any:
+def gradients(bound: BoundSampler, _: None, where: Coordinates, key, seeds, points, orders, count) -> Any:
     """Return U and ∇U, ``(n, G, L)`` and ``(n, G, L, d)``, at the first ones of some points, by the seeds of their
     minibatches and the orders of control variates."""
-    energy_and_grad = _at(bound, where, prototype).energy_and_grad(where)
+    energy_and_grad = _at(bound, where).energy_and_grad(where)
 
     def evaluate(i, found):
         new = energy_and_grad(random.fold_in(key, seeds[i]), points[i], orders[i])
@@ -222,41 +217,35 @@ def gradients(
     return lax.fori_loop(0, count, evaluate, (jnp.zeros_like(points[..., 0]), jnp.zeros_like(points)))
 
 
-def energy_on_common_rows(bound: BoundSampler, _: None, where: Coordinates, prototype: Particle, u) -> Any:
+def energy_on_common_rows(bound: BoundSampler, _: None, where: Coordinates, u) -> Any:
     """Return U at all particles on the same rows, with the same randomness, ``(G, L)``."""
-    iteration = _at(bound, where, prototype)
+    iteration = _at(bound, where)
     target, unravel = iteration.target(where), iteration.unravel
     one = jnp.vectorize(lambda z: fingerprint(target, unravel, z), signature="(d)->()")
     return one(where.preconditioner.to_positions(u))
 
 
-def energy_to_compare(bound: BoundSampler, _: None, centering: Centering | None, prototype: Particle, y) -> Any:
+def energy_to_compare(bound: BoundSampler, _: None, where: Coordinates, y) -> Any:
     """Return energies of the likelihood alone, on the same rows for all, of particles in these coordinates."""
-    iteration = _at(bound, where := Coordinates(Preconditioner(), centering, None), prototype)
+    iteration = _at(bound, where)
     particles, rows = jax.vmap(iteration.unravel)(y.reshape(-1, y.shape[-1])), rows_to_compare(iteration.bound.target)
     energies = likelihood_energies(iteration.target(where), particles, rows)
     return energies.reshape(y.shape[:-1]).astype(y.dtype)
 
 
 def evaluate_reference(
-    bound: BoundSampler,
-    settings: tuple[int, bool],
-    where: Coordinates,
-    prototype: Particle,
-    reference: Reference,
-    key,
-    seed,
+    bound: BoundSampler, settings: tuple[int, bool], where: Coordinates, reference: Reference, key, seed
 ) -> Any:
     """Return the reference at its position, in whitened coordinates, with U and ∇U over all rows."""
-    iteration, key = _at(bound, where, prototype), random.fold_in(key, seed)
+    iteration, key = _at(bound, where), random.fold_in(key, seed)
     moved = reference._replace(position=iteration.recover(where, reference.position).z)
     return iteration.evaluate_reference(key, moved, *settings)
 
 
-def mean_curvature(bound: BoundSampler, _: None, where: Coordinates, prototype: Particle, u) -> Arrow:
+def mean_curvature(bound: BoundSampler, _: None, where: Coordinates, u) -> Arrow:
     """Return the curvature in diagonally whitened coordinates: the mean over the particles of that of the prior, and
     that of the likelihood over all rows at the reference."""
-    iteration = _at(bound, where, prototype)
+    iteration = _at(bound, where)
     reference: Any = where.reference
     target, unravel, change = iteration.target(where), iteration.unravel, where.preconditioner
     units, u = reference.hessian.units, u.reshape(-1, u.shape[-1])
@@ -289,9 +278,9 @@ def mean_curvature(bound: BoundSampler, _: None, where: Coordinates, prototype: 
     return found if is_centered else found + reference.hessian.scaled(change.scale)
 
 
-def recover(bound: BoundSampler, min_spread: float | None, where: Coordinates, prototype: Particle, u) -> Any:
+def recover(bound: BoundSampler, min_spread: float | None, where: Coordinates, u) -> Any:
     """Return the centering, on request with estimated powers and bases, and particles in those of the model."""
-    iteration, centering = _at(bound, where, prototype), where.centering
+    iteration, centering = _at(bound, where), where.centering
     found = iteration.recover(where, u)
     if min_spread is not None and centering is not None:
         flat = jax.tree.map(lambda x: x.reshape(-1, u.shape[-1]), found)
@@ -300,11 +289,9 @@ def recover(bound: BoundSampler, min_spread: float | None, where: Coordinates, p
     return centering, found
 
 
-def to_coordinates(
-    bound: BoundSampler, _: None, where: Coordinates, prototype: Particle, centering: Centering, found: Recovered
-) -> Any:
+def to_coordinates(bound: BoundSampler, _: None, where: Coordinates, centering: Centering, found: Recovered) -> Any:
     """Return particles in the coordinates of a centering."""
-    return _at(bound, where, prototype).centered(centering).to_coordinates(found)
+    return _at(bound, where).centered(centering).to_coordinates(found)
 
 
 def couple(bound: BoundSampler, _: None, u, bandwidth, is_new, key, seed) -> Any:

@@ -10,7 +10,7 @@ from numpy.random import Generator
 
 from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.findings import LARGE_BIAS, Finding
-from numpyro_repulsion.gradients import Centering, Reference
+from numpyro_repulsion.gradients import Centering, Particle, Reference
 from numpyro_repulsion.rounding import AnyArray
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
@@ -192,11 +192,12 @@ class Measured(NamedTuple):
 
 
 class Coordinates(NamedTuple):
-    """Coordinates and control variates: where gradients are evaluated, as in a :class:`Learned`."""
+    """Coordinates and control variates, as in a :class:`Learned`, and a particle ``(1, ...)`` that tells shapes."""
 
     preconditioner: Preconditioner
     centering: Centering | None
     reference: Reference | None
+    prototype: Particle
 
 
 class Learned(NamedTuple):

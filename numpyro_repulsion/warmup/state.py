@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Integer
@@ -19,6 +19,10 @@ from numpyro_repulsion.warmup.curvature import UNKNOWN, Measurements
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
 from numpyro_repulsion.warmup.symptoms import Symptoms
 from numpyro_repulsion.warmup.windows import SETTLING_ENDS, Window
+
+#: The state of a move: a ``NamedTuple`` with a field ``tally``, the number of jumps and the sum of their acceptance
+#: probabilities.
+JumpsState: TypeAlias = Any
 
 
 class WarmupPlan(NamedTuple):
@@ -74,17 +78,6 @@ class WarmupPlan(NamedTuple):
     def measures(self) -> bool:
         """Whether warmup measures curvature and gradient noise."""
         return self.rule is not None or self.has_reference
-
-
-@runtime_checkable
-class JumpsState(Protocol):
-    """The state of a move; it is a ``NamedTuple``."""
-
-    @property
-    def tally(self) -> tuple[Float[AnyArray, ""], Float[AnyArray, ""]]:
-        """The number of jumps, and the sum of their acceptance probabilities."""
-
-    def _replace(self, *, tally: tuple[Float[AnyArray, ""], Float[AnyArray, ""]]) -> JumpsState: ...
 
 
 class ArrivalState(NamedTuple):
