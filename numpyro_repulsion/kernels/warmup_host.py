@@ -188,14 +188,18 @@ def _timetable(plan: WarmupPlan, warmup: WarmupState) -> Timetable:
 
 def info_of(plan: WarmupPlan, timetable: Timetable, warmup: WarmupState, iteration: int) -> WindowInfo:
     """Return what the iteration after so many others needs to know of its window."""
-    noise = warmup._replace(step=jax.device_get(warmup.step)).noise if plan.is_noisy and plan.measures else 0.0
+    noise = (
+        warmup._replace(measurements=jax.device_get(warmup.measurements)).noise
+        if plan.is_noisy and plan.measures
+        else 0.0
+    )
     begins, ends = map(np.int32, timetable.half_of_arrival(iteration))
     return WindowInfo(
         np.int32(timetable.next_end(iteration)),
         np.int32(timetable.at(ARRIVED)),
         (begins, ends),
         np.bool_(iteration < timetable.at(FREEZE)),
-        np.asarray(noise, warmup.step.size.dtype),
+        np.asarray(noise, warmup.step_size.dtype),
     )
 
 
@@ -221,7 +225,7 @@ def warm(bound: BoundSampler, programs: Programs, options: dict[str, Any], state
 def iterations_of(bound: BoundSampler, state: Warming) -> list[Callable[[Warming], Warming]]:
     """Return the functions of the iterations of a warmup: while particles arrive, and afterwards."""
     plan, whole = bound.plan(state.warmup.preconditioner.kind), np.int32(0)
-    info = WindowInfo(whole, whole, (whole, whole), np.False_, np.zeros((), state.warmup.step.size.dtype))
+    info = WindowInfo(whole, whole, (whole, whole), np.False_, np.zeros((), state.warmup.step_size.dtype))
     steps = (warmup_programs.approach, warmup_programs.travel) if plan.arrives else (warmup_programs.travel,)
     return [partial(step, bound, None, window=info, number=1) for step in steps]
 
@@ -263,13 +267,13 @@ def _put(x: jax.Array, value: np.ndarray) -> jax.Array:
 
 def judge(bound: BoundSampler, plan: WarmupPlan, state: Warming) -> Judged:
     """Return what the host says of a warmup at its end."""
-    kernel, dynamics, like = bound.kernel, bound.kernel.dynamics, state.warmup.step.size
+    kernel, dynamics, like = bound.kernel, bound.kernel.dynamics, state.warmup.step_size
     if isinstance(like, (jax.core.Tracer, jax.ShapeDtypeStruct)):
         is_judged, one = plan.measures or plan.has_moves, np.zeros((), like.dtype)
         numbers = (np.zeros(len(names._fields), like.dtype) for names in (Measured, WarmupDiagnosis))
         return Judged(one, *(numbers if is_judged else (None, None)))
     warmup = jax.device_get(state.warmup)
-    known, step = warmup.measurements, warmup.step
+    known = warmup.measurements
 
     def packed(numbers):
         found = np.asarray([float(x) for x in numbers], like.dtype)
@@ -285,6 +289,6 @@ def judge(bound: BoundSampler, plan: WarmupPlan, state: Warming) -> Judged:
         is_swept = isinstance(kernel.gradient, Sweeps)
         curvature = known.high_curvature, known.largest_curvature, known.typical_steepness
         noise = warmup.noise, warmup.isotropic_noise
-        measured = Measured(*curvature, *noise, warmup.spread(dynamics), step.bias, step.mean_bias)
+        measured = Measured(*curvature, *noise, warmup.spread(dynamics), warmup.bias, warmup.mean_bias)
         problems = diagnose_warmup(warmup, plan.rule, dynamics, is_jumping, is_swept)
         return Judged(extreme, packed(measured), packed(problems))

@@ -29,7 +29,7 @@ update_prolongation  arrival.py     the noise with and without control       arr
 from numpyro_repulsion.warmup.curvature import Measurements
 from numpyro_repulsion.warmup.learned import Coordinates, Learned, Measured, WarmupDiagnosis
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
-from numpyro_repulsion.warmup.state import ArrivalState, StepState, WarmupPlan, WarmupState
+from numpyro_repulsion.warmup.state import ArrivalState, WarmupPlan, WarmupState
 from numpyro_repulsion.warmup.windows import Timetable, Window
 
 __all__ = [
@@ -40,7 +40,6 @@ __all__ = [
     "Measurements",
     "Moments",
     "Preconditioner",
-    "StepState",
     "Timetable",
     "WarmupDiagnosis",
     "WarmupPlan",

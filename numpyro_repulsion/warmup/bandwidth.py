@@ -110,7 +110,7 @@ def update_bandwidth(rng: Generator, window: Window, warmup: WarmupState, cloud:
     if plan.tunes_bandwidth and window.num_settled > 0:
         tolerance = (plan.rule or BiasBudget()).tolerance_for(False)
         # If a short run raised the step beyond the bias budget, stability limits the step; a wide K would shorten it.
-        best = rule if warmup.step.is_raised else sampler.best_bandwidth(cloud.z, rule, tolerance)
+        best = rule if warmup.is_raised else sampler.best_bandwidth(cloud.z, rule, tolerance)
         # A geometric mean, because one cloud of twenty determines its best only within a factor of about two.
         bandwidth = warmup.bandwidth * (best / warmup.bandwidth) ** (1.0 / window.num_settled)
     return warmup._replace(bandwidth=bandwidth), cloud

@@ -253,7 +253,7 @@ class Learned(NamedTuple):
         return Learned(
             preconditioner=warmup.preconditioner,
             centering=warmup.centering,
-            step_size=warmup.step.size,
+            step_size=warmup.step_size,
             bandwidth=warmup.bandwidth,
             gradient_limit=gradient_limit,
             reference=warmup.reference,
@@ -294,8 +294,7 @@ def diagnose_warmup(
     symptoms = warmup.symptoms
     if rule is None or symptoms is None:
         return found
-    curvature, step = warmup.measurements.high_curvature, warmup.step
-    widest = symptoms.widest
+    curvature, widest = warmup.measurements.high_curvature, symptoms.widest
     is_sampler, is_dense = dynamics.is_sampler, warmup.moments.position_scatter.ndim == 2
     # If particles jump, the updates need not cross the spread over all modes.
     has_no_moves = is_jumping is None
@@ -315,17 +314,17 @@ def diagnose_warmup(
     jumps_well = accepted > 0.02 * np.maximum(number, 1.0)
     # Noisy directions are wide in whitened coordinates by intent.
     condition = curvature * spread / warmup.noise_shrinkage
-    is_known = travels and not has_basins and step.effective_draws >= 0
+    is_known = travels and not has_basins and warmup.effective_draws >= 0
     # Curvature and spread vary harmlessly between basins.
     return found._replace(
         num_warmup=warmup.num_warmup,
-        effective_draws=share * step.effective_draws if is_known else unknown,
-        bias=step.bias if is_sampler and step.is_raised else unknown,
+        effective_draws=share * warmup.effective_draws if is_known else unknown,
+        bias=warmup.bias if is_sampler and warmup.is_raised else unknown,
         condition=condition if has_no_moves and is_dense and not has_basins else unknown,
         curvature_ratio=unknown if has_basins else warmup.measurements.largest_curvature / curvature,
         dependence=symptoms.dependence if is_sampler and not (is_prolonged or has_basins) else unknown,
         has_heavy_tails=has_heavy_tails,
         has_basins=has_basins and not jumps_well,
         is_diagonal=warmup.preconditioner.kind == "diagonal",
-        noise_ratio=step.noise_share * warmup.noise / curvature,
+        noise_ratio=warmup.noise_share * warmup.noise / curvature,
     )

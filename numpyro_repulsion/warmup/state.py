@@ -137,37 +137,6 @@ class ArrivalState(NamedTuple):
         return self._replace(adam=adam, step_size=rates, lost=lost, is_prolonged=np.ones((), bool))
 
 
-class StepState(NamedTuple):
-    """The step size and its measurements.
-
-    - **size** - the measured ε.
-    - **bias** - the relative inflation of variances that this ε is expected to cause; negative if unknown.
-    - **effective_draws** - how many independent draws a run as long as the warmup is worth with this ε, for the
-      direction that moves slowest; negative if the step is not measured.
-    - **mean_bias** - the same as the mean over directions; negative if unknown.
-    - **is_raised** - whether the bias exceeds the tolerance, because the run is short.
-    - **noise_share** - the share of the gradient noise that successive minibatches do not cancel: 1 unless they depend
-      on each other.
-    - **measurements** - curvature and noise since the scales last changed.
-    """
-
-    size: Float[AnyArray, ""]
-    bias: Float[AnyArray, ""]
-    mean_bias: Float[AnyArray, ""]
-    effective_draws: Float[AnyArray, ""]
-    is_raised: Bool[AnyArray, ""]
-    noise_share: Float[AnyArray, ""]
-    measurements: Measurements
-
-    @staticmethod
-    def start(size: Float[AnyArray, ""] | float, particles: int, dtype) -> StepState:
-        """Return the state before the first measurement."""
-        measurements = Measurements.empty(1 + len(SETTLING_ENDS), particles, dtype)
-        unknown = jnp.asarray(UNKNOWN, dtype)
-        no, one = jnp.zeros((), bool), jnp.ones((), dtype)
-        return StepState(jnp.asarray(size, dtype), unknown, unknown, unknown, no, one, measurements)
-
-
 class WarmupState(NamedTuple):
     """What warmup has learned so far, and the sums it learns from.
 
@@ -181,7 +150,15 @@ class WarmupState(NamedTuple):
       warmup (``BEGINNINGS`` in ``windows.py``).
     - **noise_shrinkage** - the largest factor by which the variance of a noisy direction exceeds 1 in whitened
       coordinates.
-    - **step** - the step size and its measurements.
+    - **step_size** - the measured ε.
+    - **bias** - the relative inflation of variances that this ε is expected to cause; negative if unknown.
+    - **mean_bias** - the same as the mean over directions; negative if unknown.
+    - **effective_draws** - how many independent draws a run as long as the warmup is worth with this ε, for the
+      direction that moves slowest; negative if the step is not measured.
+    - **is_raised** - whether the bias exceeds the tolerance, because the run is short.
+    - **noise_share** - the share of the gradient noise that successive minibatches do not cancel: 1 unless they depend
+      on each other.
+    - **measurements** - curvature and noise since the scales last changed.
     - **bandwidth** - the bandwidth h in use; 0 if the interaction has none.
     - **reference** - the reference points of control variates, or ``None``.
     - **symptoms** - symptoms of a posterior that no linear scale suits; ``None`` if the step is not measured.
@@ -200,7 +177,13 @@ class WarmupState(NamedTuple):
     preconditioner: Preconditioner
     moments: Moments
     noise_shrinkage: Float[AnyArray, ""]
-    step: StepState
+    step_size: Float[AnyArray, ""]
+    bias: Float[AnyArray, ""]
+    mean_bias: Float[AnyArray, ""]
+    effective_draws: Float[AnyArray, ""]
+    is_raised: Bool[AnyArray, ""]
+    noise_share: Float[AnyArray, ""]
+    measurements: Measurements
     bandwidth: Float[AnyArray, ""]
     reference: Reference | None
     symptoms: Symptoms | None
@@ -223,11 +206,6 @@ class WarmupState(NamedTuple):
     def may_have_basins(self) -> bool:
         """Whether particles are in several basins, or keep apart and no force is seen to pull them together."""
         return self.has_basins or bool(self.symptoms is not None and self.symptoms.widest.may_have_basins)
-
-    @property
-    def measurements(self) -> Measurements:
-        """The measurements since the scales last changed."""
-        return self.step.measurements
 
     @property
     def noise(self) -> float:
@@ -266,7 +244,7 @@ class WarmupState(NamedTuple):
         """
         shape, dtype = cloud.z.shape, cloud.z.dtype
         particles, dimension = shape[0] * shape[1], shape[2]
-        reference = None
+        unknown, one, reference = jnp.asarray(UNKNOWN, dtype), jnp.ones((), dtype), None
         if plan.epoch is not None:
             reference = Reference.none(shape, dtype, order=int(not plan.arrives))
         elif plan.has_reference:
@@ -277,8 +255,14 @@ class WarmupState(NamedTuple):
             arrival=ArrivalState.start(cloud.z, preconditioner, plan),
             preconditioner=preconditioner,
             moments=Moments.empty(dimension, dtype, plan.kind == "dense"),
-            noise_shrinkage=jnp.ones((), dtype),
-            step=StepState.start(step_size, particles, dtype),
+            noise_shrinkage=one,
+            step_size=jnp.asarray(step_size, dtype),
+            bias=unknown,
+            mean_bias=unknown,
+            effective_draws=unknown,
+            is_raised=jnp.zeros((), bool),
+            noise_share=one,
+            measurements=Measurements.empty(1 + len(SETTLING_ENDS), particles, dtype),
             bandwidth=bandwidth,
             reference=reference,
             symptoms=Symptoms.empty(particles, dimension, dtype) if plan.rule else None,

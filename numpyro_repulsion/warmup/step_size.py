@@ -73,13 +73,13 @@ def update_step_size(rng: Generator, window: Window, warmup: WarmupState, cloud:
     if sampler.plan.rule is None:
         return found, cloud
     found = _with_step_size(rng, window, found, cloud, sampler)
-    return found, sampler.settled(cloud, found.step.size, found.isotropic_noise)
+    return found, sampler.settled(cloud, found.step_size, found.isotropic_noise)
 
 
 def _measured(rng, window, warmup, cloud, sampler):
     """Add a measurement, and use control variates only if they do not add noise."""
     plan = sampler.plan
-    width = WIDTH if plan.kind else WIDTH * np.sqrt(warmup.arrival.step_size if plan.arrives else warmup.step.size)
+    width = WIDTH if plan.kind else WIDTH * np.sqrt(warmup.arrival.step_size if plan.arrives else warmup.step_size)
     # Curvature and noise around a particle that has run away may be a million times that around the others.
     measured = rescue(rng, cloud.z, warmup.arrival.lost)
     orders = [0]
@@ -96,7 +96,7 @@ def _measured(rng, window, warmup, cloud, sampler):
     if window.is_adapting:
         known = type(known)(np.zeros_like(known.number), *(np.full_like(x, UNKNOWN) for x in known[1:]))
     known = known.add(curvature, noise, sampler.steepness(cloud.z, warmup.bandwidth))
-    warmup = warmup._replace(step=warmup.step._replace(measurements=known))
+    warmup = warmup._replace(measurements=known)
     if plan.has_reference:
         order = np.asarray(_best_order(warmup, cloud, sampler, orders), np.int32)
         warmup = warmup._replace(reference=warmup.reference._replace(order=order))
@@ -193,12 +193,11 @@ def _with_step_size(rng, window, warmup, cloud, sampler):
     bias, effective_draws = error.bias(step_size, stats), step_size * draws_per_step
     mean_bias = error.mean_bias(step_size, stats)
     remaining = error.remaining_noise(step_size, stats._replace(noise=1.0))
-    step = warmup.step._replace(
-        size=step_size,
+    return warmup._replace(
+        step_size=step_size,
         bias=UNKNOWN if np.isnan(bias) else bias,
         mean_bias=UNKNOWN if np.isnan(mean_bias) else mean_bias,
         effective_draws=UNKNOWN if np.isnan(effective_draws) else effective_draws,
         is_raised=bias > 1.01 * tolerance,
         noise_share=remaining,
     )
-    return warmup._replace(step=step)
