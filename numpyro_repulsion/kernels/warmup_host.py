@@ -188,11 +188,9 @@ def _timetable(plan: WarmupPlan, warmup: WarmupState) -> Timetable:
 
 def info_of(plan: WarmupPlan, timetable: Timetable, warmup: WarmupState, iteration: int) -> WindowInfo:
     """Return what the iteration after so many others needs to know of its window."""
-    noise = (
-        warmup._replace(measurements=jax.device_get(warmup.measurements)).noise
-        if plan.is_noisy and plan.measures
-        else 0.0
-    )
+    noise = 0.0
+    if plan.is_noisy and plan.measures:
+        noise = warmup._replace(measurements=jax.device_get(warmup.measurements)).noise
     begins, ends = map(np.int32, timetable.half_of_arrival(iteration))
     return WindowInfo(
         np.int32(timetable.next_end(iteration)),
