@@ -270,11 +270,6 @@ class Archive(Move[ArchiveState]):
             raise ValueError(f"Archive: `size` must be a power of two, 16 or more; got {self.size!r}.")
 
     def start(self, cloud: Cloud, iterations: int, dense: bool) -> ArchiveState:
-        """Return the state before warmup.
-
-        :param iterations: the number of warmup iterations.
-        :param dense: whether S is a matrix.
-        """
         groups, particles, dimension = cloud.z.shape
         begin, end = (int(iterations * (part - ARRIVED)) * groups * particles for part in self.span)
         total = max(1, min(end - begin, np.iinfo(np.int32).max))

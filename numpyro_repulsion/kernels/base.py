@@ -36,7 +36,6 @@ from numpyro_repulsion.kernels.iteration import Iteration
 from numpyro_repulsion.kernels.mcmc import arguments, calling_mcmc, collects_warmup
 from numpyro_repulsion.kernels.programs import Programs, compiler_options
 from numpyro_repulsion.kernels.requirements import (
-    can_jump,
     check_data,
     check_ensembles,
     check_groups,
@@ -173,7 +172,7 @@ class ParticleKernel(Settings, MCMCKernel):
         self.interaction, self.dynamics = interaction, dynamics
         self.gradient = gradient
         self.moves = moves if isinstance(moves, Move) else None
-        self.looks_for_basins = is_auto(moves) and can_jump(interaction, dynamics)
+        self.looks_for_basins = is_auto(moves) and dynamics.allows_jumps(interaction.interacts)
         self.reparam = check_reparam(reparam)
         self.num_steps = integer("`num_steps`", num_steps)
         self.num_ensembles = integer("`num_ensembles`", num_ensembles)

@@ -195,17 +195,12 @@ def _warn_of_copies(target, mcmc):
     )
 
 
-def can_jump(interaction: Interaction, dynamics: Dynamics) -> bool:
-    """Return whether jumps preserve the stationary distribution."""
-    return dynamics.allows_jumps(interaction.interacts)
-
-
 def check_moves(moves: object, interaction: Interaction, dynamics: Dynamics) -> None:
     """Raise ``ValueError`` if jumps do not preserve the stationary distribution of the dynamics."""
     require_instance("moves", moves, Move, "Archive()")
     if not dynamics.is_sampler:
         raise ValueError(f"`moves` need a sampler, and {dynamics!r} is not one: drop `moves`.")
-    if not can_jump(interaction, dynamics):
+    if not dynamics.allows_jumps(interaction.interacts):
         raise ValueError(
             "`moves` cannot be combined with noise that is averaged over two updates and correlated by K: use "
             "dynamics=Overdamped('euler'), or an interaction with K = I, such as Balanced()."

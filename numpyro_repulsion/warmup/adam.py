@@ -17,16 +17,11 @@ from numpyro_repulsion.rounding import AnyArray, xp
 
 
 class Surroundings(NamedTuple):
-    """Sums of energies and squared gradients of each particle over a window; they estimate nearby posterior mass.
+    """Sums of energies and squared gradients of each particle over a window; they estimate nearby posterior mass."""
 
-    - **number** - iterations in the window.
-    - **energy** - the sum of U, ``(G, L)``.
-    - **square** - the sum of the squared whitened gradient, ``(G, L, d)``.
-    """
-
-    number: Float[AnyArray, ""]
-    energy: Float[AnyArray, "*particles"]
-    square: Float[AnyArray, "*particles d"]
+    number: Float[AnyArray, ""]  # of iterations in the window
+    energy: Float[AnyArray, "*particles"]  # the sum of U
+    square: Float[AnyArray, "*particles d"]  # the sum of the squared whitened gradient
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype) -> Surroundings:
@@ -76,20 +71,13 @@ Position = tuple[Float[AnyArray, "*particles d"], Float[AnyArray, "*particles"],
 
 
 class Adam(NamedTuple):
-    """The state of Adam for each particle.
+    """The state of Adam for each particle."""
 
-    - **number** - how many updates it has made.
-    - **mean** - the mean of recent gradients, ``(G, L, d)``.
-    - **square** - the mean of their squares, ``(G, L, d)``.
-    - **growth** - the logarithm of the factor by which the step of a far coordinate has grown, ``(G, L, d)``.
-    - **unit** - the spread of the starts, ``(d,)``.
-    """
-
-    number: Integer[AnyArray, ""]
-    mean: Float[AnyArray, "*particles d"]
-    square: Float[AnyArray, "*particles d"]
-    growth: Float[AnyArray, "*particles d"]
-    unit: Float[AnyArray, " d"]
+    number: Integer[AnyArray, ""]  # how many updates it has made
+    mean: Float[AnyArray, "*particles d"]  # of recent gradients
+    square: Float[AnyArray, "*particles d"]  # the mean of their squares
+    growth: Float[AnyArray, "*particles d"]  # log of the factor by which the step of a far coordinate has grown
+    unit: Float[AnyArray, " d"]  # the spread of the starts
 
     @staticmethod
     def start(

@@ -81,22 +81,15 @@ def _whitened(rng, window, warmup, cloud, sampler):
 
 def _low_rank(rng, window, warmup, cloud, sampler):
     """Scale the coordinates by the diagonal of the mean curvature, then the directions of its extreme eigenvalues."""
-    # Such scales cannot be multiplied, so they are found again from those of the coordinates alone.
     old, weight = warmup.preconditioner, window.curvature_weight
-    positions, slope = old.to_positions(cloud.z), old.unwhiten_gradient(cloud.gradient)
     excess = 1.0 / (1.0 + old.stretch) ** 2 - 1.0  # of the earlier curvatures along V
-    measured = rescue(rng, positions, warmup.arrival.lost)
-
-    def along_coordinates(scale):
-        change = old.along_coordinates(scale, old.center)
-        return warmup._replace(preconditioner=change), change.whiten(measured)
-
+    measured = rescue(rng, old.to_positions(cloud.z), warmup.arrival.lost)
     scale = old.scale * _spread(window, warmup)
-    plain, y = along_coordinates(scale)
+    plain, y = _trial(warmup, old.along_coordinates(scale, old.center), measured)
     found = mean_diagonal(rng, y, sampler.gradients(plain))
     unit = whitening(weight * found + (1.0 - weight) * (1.0 + old.vectors**2 @ excess))
     scale = scale * unit
-    plain, y = along_coordinates(scale)
+    plain, y = _trial(warmup, old.along_coordinates(scale, old.center), measured)
     rank = old.vectors.shape[1]
     if window.is_prolonged:
         # Directions of a network differ from particle to particle, and cost hundreds of gradients of the cloud.
@@ -112,36 +105,28 @@ def _low_rank(rng, window, warmup, cloud, sampler):
 
         vectors, values = extremes(wide_direction(rng, y), product, rank)
     center = old.to_positions(warmup.moments.position)
-    change = Preconditioner(scale, center, vectors, values**-0.5 - 1.0)
-    cloud = cloud._replace(z=change.whiten(positions), gradient=change.whiten_gradient(slope))
-    return warmup._replace(preconditioner=change, moments=_unit_moments(warmup.moments)), cloud
+    return _found_again(warmup, cloud, Preconditioner(scale, center, vectors, values**-0.5 - 1.0))
 
 
 def _arrow(rng, window, warmup, cloud, sampler):
     """Whiten by an arrow: the curvature of the likelihood over all rows at the reference, and of the prior over the
     cloud, each direction of the globals and of the units."""
     old, reference = warmup.preconditioner, warmup.reference
-    positions, slope = old.to_positions(cloud.z), old.unwhiten_gradient(cloud.gradient)
-    measured = rescue(rng, positions, warmup.arrival.lost)
+    measured = rescue(rng, old.to_positions(cloud.z), warmup.arrival.lost)
     center = old.to_positions(warmup.moments.position)
     change = old.along_coordinates(old.lengths() * _spread(window, warmup), center)
-
-    def scaled(change):
-        return warmup._replace(preconditioner=change), change.whiten(measured)
-
-    trial, y = scaled(change)
-    factor = np.ones((), y.dtype)
+    (trial, y), factor = _trial(warmup, change, measured), 1.0
     if not window.has_arrived or not reference.hessian.is_known:
         found = mean_diagonal(rng, y, sampler.gradients(trial))
         change = change._replace(scale=change.scale * whitening(found))
     else:
         # So far the root is the identity, by which products would cost most.
-        found = sampler.mean_curvature(*scaled(change._replace(root=None)))
+        found = sampler.mean_curvature(*_trial(warmup, change._replace(root=None), measured))
         # Not with a particle so far off that its curvature overflows.
         if all(np.isfinite(x).all() for x in (found.rest, found.cross, found.blocks)):
             change = change._replace(root=ArrowRoot.of(found, whitening))
         if sampler.plan.rule is not None and window.is_at(FREEZE):
-            trial, y = scaled(change)
+            trial, y = _trial(warmup, change, measured)
             noise = noise_by_coordinate(rng, y, sampler.gradients(trial), 50, warmup.order)
             # Each noisy coordinate by itself takes shorter steps, rather than all.
             allowed = _allowed_noise(warmup, cloud, sampler)
@@ -149,9 +134,7 @@ def _arrow(rng, window, warmup, cloud, sampler):
             factors /= factors.min()
             factor = factors.max()
             change = change._replace(root=change.root.scaled(factors**-0.5))
-    cloud = cloud._replace(z=change.whiten(positions), gradient=change.whiten_gradient(slope))
-    moments = _unit_moments(warmup.moments)
-    return warmup._replace(preconditioner=change, moments=moments, noise_shrinkage=factor), cloud
+    return _found_again(warmup, cloud, change, factor)
 
 
 def pooled_factors(halves, units):
@@ -172,11 +155,20 @@ def pooled_factors(halves, units):
     return units.join(rest.mean(0), pooled * mean.mean(0) / pooled.mean(0))
 
 
-def _unit_moments(moments):
-    """Return moments in new scales: variances along coordinates do not determine those along the new directions, which
-    are about one."""
+def _trial(warmup, change, positions):
+    """Return the state with other scales, and positions in them."""
+    return warmup._replace(preconditioner=change), change.whiten(positions)
+
+
+def _found_again(warmup, cloud, change, factor=1.0):
+    """Return state and cloud in scales of directions, which cannot be multiplied by further ones."""
+    old, moments = warmup.preconditioner, warmup.moments
+    positions, slope = old.to_positions(cloud.z), old.unwhiten_gradient(cloud.gradient)
+    cloud = cloud._replace(z=change.whiten(positions), gradient=change.whiten_gradient(slope))
+    # Variances along coordinates do not determine those along the new directions, which are about one.
     scatter, mean = np.full_like(moments.position_scatter, moments.number), np.zeros_like(moments.position)
-    return Moments(moments.number, mean, mean, scatter, scatter)
+    moments = Moments(moments.number, mean, mean, scatter, scatter)
+    return warmup._replace(preconditioner=change, moments=moments, noise_shrinkage=factor), cloud
 
 
 def wide_direction(rng: Generator, y: np.ndarray) -> np.ndarray:

@@ -26,39 +26,22 @@ JumpsState: TypeAlias = Any
 
 
 class WarmupPlan(NamedTuple):
-    """What a warmup learns; static.
+    """What a warmup learns, and what is constant in it; static."""
 
-    - **rule** - that measures the step size; ``None`` if the user gave a step size.
-    - **kind** - of the preconditioner, ``"diagonal"``, ``"dense"``, ``"low_rank"`` or ``"arrow"``; ``None`` if scales
-      are not learned.
-    - **learns_bandwidth** - whether the interaction learns a bandwidth.
-    - **has_reference** - whether the gradient has control variates.
-    - **is_noisy** - whether gradients are noisy.
-    - **has_moves** - whether the user gave ``moves``; those that warmup takes by itself do not count.
-    - **epoch** - after how many updates each particle's own reference is renewed; ``None`` without such references.
-    - **sweep** - how many updates pass through all rows once; ``None`` if minibatches are independent.
-    - **late** - how many iterations the second half of a prolonged arrival has at most.
-    - **num_steps** - how many updates one iteration makes.
-    - **tunes_bandwidth** - whether warmup chooses the bandwidth by its measured gain.
-    - **shares_minibatches** - whether the particles of a group share their minibatch.
-    - **minibatch_size** - the number of rows in a minibatch.
-    - **num_minibatches** - how many minibatches there are in the data.
-    """
-
-    rule: BiasBudget | None
-    kind: str | None
-    learns_bandwidth: bool
-    has_reference: bool
-    is_noisy: bool = False
-    has_moves: bool = False
-    epoch: int | None = None
-    sweep: int | None = None
-    late: int | None = None
-    num_steps: int = 10
-    tunes_bandwidth: bool = True
-    shares_minibatches: bool = False
-    minibatch_size: int = 1
-    num_minibatches: int = 1
+    rule: BiasBudget | None  # that measures the step size; ``None`` if the user gave a step size
+    kind: str | None  # of the preconditioner, as in `Preconditioner.kind`; ``None`` if scales are not learned
+    learns_bandwidth: bool  # whether the interaction learns a bandwidth
+    has_reference: bool  # whether the gradient has control variates
+    is_noisy: bool = False  # whether gradients are noisy
+    has_moves: bool = False  # whether the user gave ``moves``; those that warmup takes by itself do not count
+    epoch: int | None = None  # after how many updates each particle's own reference is renewed; ``None`` without such
+    sweep: int | None = None  # how many updates pass through all rows once; ``None`` if minibatches are independent
+    late: int | None = None  # how many iterations the second half of a prolonged arrival has at most
+    num_steps: int = 10  # updates of an iteration
+    tunes_bandwidth: bool = True  # whether warmup chooses the bandwidth by its measured gain
+    shares_minibatches: bool = False  # whether the particles of a group share their minibatch
+    minibatch_size: int = 1  # its number of rows
+    num_minibatches: int = 1  # how many there are in the data
 
     @property
     def arrives(self) -> bool:
