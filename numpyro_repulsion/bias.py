@@ -19,12 +19,12 @@ from numpyro_repulsion.diagnostics import ensemble_mcse
 from numpyro_repulsion.dynamics import CurvatureStats
 from numpyro_repulsion.gradients import ModelTarget, Particle, compiled, ravel_cloud
 from numpyro_repulsion.interactions import Coupling
-from numpyro_repulsion.kernels import (
+from numpyro_repulsion.kernels.halving import halved_series
+from numpyro_repulsion.kernels.runs import (
     bound_of,
     coupling_of,
     evenly_spread,
     flat_values,
-    halved_series,
     has_other_data,
     kernel_of_run,
 )

@@ -18,7 +18,6 @@ from numpyro.util import cached_by, is_prng_key, nested_attrgetter
 from numpyro_repulsion.checkpointing.directory import Directory, plan
 from numpyro_repulsion.checkpointing.identity import identify, trace
 from numpyro_repulsion.checks import integer
-from numpyro_repulsion.kernels import bound_of, kernel_of
 from numpyro_repulsion.kernels.mcmc import (
     arguments,
     collected_fields,
@@ -30,6 +29,7 @@ from numpyro_repulsion.kernels.mcmc import (
 )
 from numpyro_repulsion.kernels.programs import unweakened
 from numpyro_repulsion.kernels.requirements import require_agreement
+from numpyro_repulsion.kernels.runs import bound_of, kernel_of
 from numpyro_repulsion.kernels.state import check_chains
 from numpyro_repulsion.kernels.warmup_host import iterations_of
 from numpyro_repulsion.kernels.warmup_programs import Frozen, Warming
@@ -82,8 +82,7 @@ def run_in_pieces(
 
         >>> import tempfile
         >>> from jax import random
-        >>> import numpyro
-        >>> import numpyro.distributions as dist
+        >>> import numpyro, numpyro.distributions as dist
         >>> from numpyro.infer import MCMC
         >>> from numpyro_repulsion import SGLDR, run_in_pieces
 

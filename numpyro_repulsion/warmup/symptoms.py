@@ -188,7 +188,7 @@ class Symptoms(NamedTuple):
         x, s = self.places * particles / number, self.levels * particles / number
         if not within:
             x, s = x.mean(0, keepdims=True), s.mean(0, keepdims=True)
-        covariance = products - x.T @ s / len(x)
+        covariance = products - matmul(x.T, s) / len(x)
         variance, spread = square - (x**2).mean(0), np.sqrt(np.maximum(squared - (s**2).mean(0), 0.0))
         found = covariance**2 / (variance[:, None] * spread)
         blocks = s.shape[1]
