@@ -109,12 +109,10 @@ class Move(Generic[State]):
         :param positions: the change of variables from whitened to unconstrained coordinates.
         :param age: how many iterations particles have been where they belong; negative while they arrive.
         """
-        del positions, cloud, age
         return state
 
     def learn(self, window: Window, state: State, warmup: WarmupState, cloud: Cloud, temperature: float) -> State:
         """Return the state at the end of a window of warmup, from arrays of the host; unchanged by default."""
-        del window, warmup, cloud, temperature
         return state
 
     def propose(
@@ -136,7 +134,6 @@ class Move(Generic[State]):
 
     def is_on(self, state: State) -> Bool[Array, ""]:
         """Return whether particles jump; a scalar, always true by default."""
-        del state
         return jnp.ones((), bool)
 
     def jump(

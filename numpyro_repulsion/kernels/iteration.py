@@ -174,7 +174,7 @@ class Iteration:
     ) -> Reference:
         """Return the reference with U and ∇U over all rows at its position, and ∇²U if it has one."""
         new = evaluate_reference(key, self.bound.target, self.unravel, reference, num_particles, with_hessian)
-        # What the host said. Where it said nothing, any words say that there is a reference.
+        # Where the host said nothing of the data, any words say that there is a reference.
         known = jnp.maximum(reference.posterior_id, 1) if self.posterior_id is None else self.posterior_id
         return new._replace(posterior_id=jnp.asarray(known, jnp.uint32))
 

@@ -45,7 +45,6 @@ from numpyro_repulsion.warmup.windows import ARRIVED, FREEZE
 
 def _update_jumps(rng, window, warmup, cloud, sampler):
     """Update what jumps have learned."""
-    del rng
     if warmup.jumps is None:
         return warmup, cloud
     jumps = sampler.bound.moves.learn(window, warmup.jumps, warmup, cloud, sampler.dynamics.temperature)
@@ -158,13 +157,12 @@ class HostSampler:
 
     def evaluate_reference(self, rng, warmup, reference, with_hessian):
         size, seed = self.state.cloud.potential_energy.size, np.uint32(draw_seed(rng))
+        reference = reference._replace(posterior_id=warmup.posterior_id)
         where = self._coordinates(warmup._replace(reference=None))
         passes = reference.hessian.units.num_probes * self.plan.num_minibatches // size if with_hessian else 0
         rest = reference, self.state.rng_key, seed
         program, settings = warmup_programs.evaluate_reference, (size, with_hessian)
-        found = self._run(program, settings, where, *rest, num_gradients=passes)
-        # What the host said of the data. Where it said nothing, any words say that there is a reference.
-        return found._replace(posterior_id=np.maximum(warmup.posterior_id, 1))
+        return self._run(program, settings, where, *rest, num_gradients=passes)
 
     def mean_curvature(self, warmup, u):
         units = warmup.reference.hessian.units
@@ -180,10 +178,6 @@ class HostSampler:
 def _like(given: Any, new: Any) -> Any:
     """Return new arrays with the types of given ones."""
     return jax.tree.map(lambda old, value: value if value is old else np.asarray(value, old.dtype), given, new)
-
-
-def _timetable(plan: WarmupPlan, warmup: WarmupState) -> Timetable:
-    return Timetable(int(warmup.num_warmup), bool(warmup.arrival.is_prolonged), plan.late)
 
 
 def info_of(plan: WarmupPlan, timetable: Timetable, warmup: WarmupState, iteration: int) -> WindowInfo:
@@ -207,11 +201,12 @@ def warm(bound: BoundSampler, programs: Programs, options: dict[str, Any], state
     done = int(state.warmup.iteration)
     last = done + number
     while done < last:
-        timetable = _timetable(plan, state.warmup)
+        timetable = Timetable(int(state.warmup.num_warmup), bool(state.warmup.arrival.is_prolonged), plan.late)
+        is_arriving = plan.arrives and timetable.is_arriving(done)
         if timetable.is_beginning(done):
-            state = _without_sums(state, plan.arrives and timetable.is_arriving(done))
+            state = _without_sums(state, is_arriving)
         stop = min(last, timetable.next_stop(done))
-        step = warmup_programs.approach if plan.arrives and timetable.is_arriving(done) else warmup_programs.travel
+        step = warmup_programs.approach if is_arriving else warmup_programs.travel
         info = info_of(plan, timetable, state.warmup, done)
         state = programs(step, bound, None, state, info, np.int32(stop - done), options=options)
         done = stop

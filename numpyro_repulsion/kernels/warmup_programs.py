@@ -123,16 +123,17 @@ class WarmupIteration(Iteration):
     def learned(self, warmup: WarmupState, noise: Any, is_warmup: bool = True) -> Learned:
         """Return what is learned so far, for updates of the sampler.
 
-        :param noise: the variance of the gradient noise in warmup, and its extremes afterwards.
+        :param noise: the variance of the gradient noise in warmup, and its extremes afterwards; ``None`` if unknown.
         """
         limit = None
-        if self.plan.kind is not None and self.plan.measures:
+        if self.plan.kind is not None and self.plan.measures and noise is not None:
             if self.plan.is_noisy:
                 limit = warmup_limit(noise) if is_warmup else coordinate_limit(noise)
             else:
                 # Whitened positions and gradients have equal variances: 1 for a Gaussian, far more if modes lie apart.
                 limit = length_limit(jnp.fmax(warmup.moments.variances(), 1.0))
-        return Learned.of(warmup, limit)
+        now = warmup
+        return Learned(now.preconditioner, now.centering, now.step_size, now.bandwidth, limit, now.reference, now.jumps)
 
     def _approach(self, key, share_done, carry, warmup):
         """Make one update of arriving particles, each by itself unless their arrival is prolonged."""
@@ -352,10 +353,8 @@ class Judged(NamedTuple):
 def freeze(bound: BoundSampler, how: Frozen, state: Warming, judged: Judged | None) -> ParticleState:
     """Return the state from which draws are made, with all that warmup learned, if there was one."""
     iteration, warmup, (order, has_jumps) = _iteration(bound, state), state.warmup, how.on
-    learned, reference = Learned.of(warmup, None), warmup.reference
-    if judged is not None:
-        learned = iteration.learned(warmup, judged.extreme_gradient, is_warmup=False)
-        learned = learned._replace(measured=judged.measured, diagnosis=judged.diagnosis)
+    extremes, measured, diagnosis = judged or (None, None, None)
+    learned, reference = iteration.learned(warmup, extremes, is_warmup=False), warmup.reference
     if reference is not None:
         hessian = reference.hessian if order == 2 else None
         reference = reference._replace(order=None, hessian=hessian) if order else None
@@ -364,6 +363,8 @@ def freeze(bound: BoundSampler, how: Frozen, state: Warming, judged: Judged | No
     learned = learned._replace(
         reference=reference,
         jumps=learned.jumps if has_jumps else None,
+        measured=measured,
+        diagnosis=diagnosis,
         posterior_id=warmup.posterior_id,
         data_fingerprint=None if start is None else jnp.append(*start),
     )

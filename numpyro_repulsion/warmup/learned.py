@@ -247,19 +247,6 @@ class Learned(NamedTuple):
         numbers = np.asarray(self.diagnosis, float)
         return WarmupDiagnosis(*np.where(numbers < 0, np.nan, numbers))
 
-    @staticmethod
-    def of(warmup: WarmupState, gradient_limit: Float[AnyArray, ""] | None) -> Learned:
-        """Return what a warmup has learned so far."""
-        return Learned(
-            preconditioner=warmup.preconditioner,
-            centering=warmup.centering,
-            step_size=warmup.step_size,
-            bandwidth=warmup.bandwidth,
-            gradient_limit=gradient_limit,
-            reference=warmup.reference,
-            jumps=warmup.jumps,
-        )
-
 
 def update_symptoms(rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> Found:
     """While settling, update the direction of largest variance, from the sums over the window."""
