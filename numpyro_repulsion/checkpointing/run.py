@@ -121,7 +121,7 @@ def run_in_pieces(
 
 
 def _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup):
-    kernel, given = mcmc.sampler, arguments(mcmc)
+    kernel, given, is_lasting = mcmc.sampler, arguments(mcmc), isinstance(store, Directory)
 
     def begin():
         """Return the state before the first iteration."""
@@ -133,15 +133,15 @@ def _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup):
         return jax.tree.map(unweakened, kernel.resumed(stored, *given)._replace(rng_key=key))
 
     state, beginning = None, ""
-    if store.is_lasting:
+    if is_lasting:
         beginning, like = trace(begin, known=given)
     else:
         state = like = begin()
     warms = isinstance(like, Warming)
-    likes = list(itertools.islice(_frozen(mcmc, like), None if store.is_lasting else 1)) if warms else [like]
+    likes = list(itertools.islice(_frozen(mcmc, like), None if is_lasting else 1)) if warms else [like]
     loop = _Loop(mcmc, extra_fields, num_warmup, likes[0])
     files = plan(loop.prototype, loop.fields[0], mcmc.num_chains, loop.num_rows)
-    if store.is_lasting:
+    if is_lasting:
         warmup = ""
         if warms:
             steps = iterations_of(bound_of(mcmc), like)
@@ -165,8 +165,7 @@ def _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup):
             if done == loop.num_iterations:
                 break
             stop = min(done + piece_size, *(end for end in ends if end > done))
-            is_warmup, draws = isinstance(state, Warming), loop.nothing()
-            collected = None if is_warmup else loop.empty(piece_size)
+            is_warmup, collected = isinstance(state, Warming), loop.empty(piece_size)
             for at in range(done, stop, stride):
                 to = min(at + stride, stop)
                 if is_warmup:
@@ -178,17 +177,15 @@ def _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup):
                     if not isinstance(jax.block_until_ready(state), Warming):
                         bar.set_postfix_str(kernel.progress(state), refresh=False)
                 bar.update(to - at)
-            if not is_warmup:
-                draws = loop.on_host(collected, loop.rows(stop) - loop.rows(done))
-            elif stop == num_warmup:
+            if is_warmup and stop == num_warmup:
                 # As after ``MCMC.run``, where NumPyro's iterations of warmup have passed.
                 state = kernel.freeze(state, *given, mcmc.num_chains == 1, mcmc.num_warmup, True)
-            store.save(stop, state, loop.rows(done), draws)
+            store.save(stop, state, loop.rows(done), loop.on_host(collected, loop.rows(stop) - loop.rows(done)))
             if warms and stop == num_warmup:
                 kernel.warn_of_warmup(state)
             done = stop
             if must_stop(number):
-                kept = "The same call continues from there." if store.is_lasting else "Nothing is kept."
+                kept = "The same call continues from there." if is_lasting else "Nothing is kept."
                 raise SystemExit(f"A signal stopped the run after {done} of {loop.num_iterations} iterations. {kept}")
     found = jax.tree.unflatten(jax.tree.structure(loop.prototype), store.draws())
     set_results(mcmc, {name: found[name] for name in loop.fields}, here(state))
@@ -251,11 +248,6 @@ class _Loop:
 
         return trace(iterate, self._value(state), known=arguments(self.mcmc))[0]
 
-    def nothing(self):
-        """Return no draws, as of a piece of warmup."""
-        leaves = jax.tree.leaves(self.prototype)
-        return [np.empty((x.shape[0], 0, *x.shape[1:]), x.dtype) for x in leaves]
-
     def empty(self, piece_size):
         """Return buffers for the draws of a piece of ``piece_size`` iterations."""
         # The last row of a piece may begin in it and be completed in the next.
@@ -310,8 +302,6 @@ def _collector(postprocess, fields, removed, has_chains):
 
 class _Memory:
     """Draws in memory, with the methods of a :class:`Directory` that a run needs."""
-
-    is_lasting = False
 
     def open(self, files):
         self._draws = [np.empty(file.shape, file.dtype) for file in files]

@@ -54,7 +54,6 @@ from numpyro_repulsion.kernels.state import (
     check_state,
     map_particles,
     row_seed,
-    sampler_positions,
 )
 from numpyro_repulsion.kernels.warmup_programs import Frozen, Warming
 from numpyro_repulsion.layout import place_everywhere
@@ -410,8 +409,8 @@ class ParticleKernel(Settings, MCMCKernel):
         bound = bound.behind_barrier()
         plan = bound.plan(state.learned.preconditioner.kind)
         check_state(state, self, bound.target, bound.gradient)
-        _, unravel = ravel_cloud(state.z)
-        flat, energy = sampler_positions(state)
+        flat, unravel = ravel_cloud(state.z)
+        flat, energy = state.coordinates or (flat, state.potential_energy)
         cloud = Cloud(state.learned.preconditioner.whiten(flat), energy, state.gradient, state.memory)
         cloud = jax.tree.map(lambda x: x.reshape(self.num_ensembles, -1, *x.shape[1:]), cloud)
         iteration = Iteration(bound, plan, unravel, row_seed(state), posterior_id, self.schedule)

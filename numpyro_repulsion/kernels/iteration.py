@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 from jax import lax, random
@@ -48,6 +48,9 @@ from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.layout import Layout
 from numpyro_repulsion.rounding import AnyArray
 from numpyro_repulsion.warmup import Coordinates, Learned, WarmupPlan, WarmupState
+
+#: What has a preconditioner, a centering and a reference.
+Where: TypeAlias = Learned | WarmupState | Coordinates
 
 
 class Progress(NamedTuple):
@@ -127,7 +130,7 @@ class Iteration:
     def num_steps(self) -> int:
         return self.bound.kernel.num_steps
 
-    def target(self, learned: Learned | WarmupState | Coordinates) -> Target:
+    def target(self, learned: Where) -> Target:
         """Return the posterior in the coordinates that the preconditioner whitens."""
         return self.bound.target if learned.centering is None else self.centered(learned.centering)
 
@@ -136,7 +139,7 @@ class Iteration:
         shape = u.shape[0], u.shape[1], u.shape[2]
         return Layout.of(shape, self.interaction.interacts or self.dynamics.interacts)
 
-    def recover(self, learned: Learned | WarmupState | Coordinates, u: Float[Array, "*particles d"]) -> Recovered:
+    def recover(self, learned: Where, u: Float[Array, "*particles d"]) -> Recovered:
         """Return the particles ``(..., d)`` in the coordinates of the model."""
         y = learned.preconditioner.to_positions(u)
         target = self.target(learned)
@@ -149,9 +152,7 @@ class Iteration:
         # Only models have sites that can be centered.
         return CenteredTarget(cast(ModelTarget, self.bound.target), centering, self.unravel)
 
-    def energy_and_grad(
-        self, learned: Learned | WarmupState | Coordinates, num_updates: Integer[Array, ""] | None = None
-    ) -> Callable:
+    def energy_and_grad(self, learned: Where, num_updates: Integer[Array, ""] | None = None) -> Callable:
         """Return ``(key, u) -> (U, ∇U)``, with an optional third argument, the order of control variates; without a
         number of updates, on rows that no update depends on."""
         gradient, target = self.bound.gradient, self.target(learned)
@@ -295,13 +296,7 @@ class Iteration:
         due = is_stale | (reference.age >= self.plan.epoch)
         return learned._replace(reference=self.renewed(due, cloud, learned, is_stale))
 
-    def renewed(
-        self,
-        due: Bool[Array, ""],
-        cloud: Cloud,
-        learned: Learned | WarmupState | Coordinates,
-        is_stale: Bool[Array, ""],
-    ) -> Reference:
+    def renewed(self, due: Bool[Array, ""], cloud: Cloud, learned: Where, is_stale: Bool[Array, ""]) -> Reference:
         """Move each particle's reference to its current position, if that is due."""
         reference: Any = learned.reference
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -108,10 +108,10 @@ class Preconditioner(NamedTuple):
 
         Of low rank plus diagonal, or an arrow, S must be diagonal yet, and S' is diagonal.
         """
-        if self.scale is None or change.scale is None or change.center is None:
-            raise ValueError("Both changes of variables need a `scale`, and the second a `center`; got None.")
-        scale = self.scale * change.scale if self.scale.ndim == 1 else matmul(self.scale, change.scale)
-        return self._replace(scale=scale, center=self.to_positions(change.center))
+        first: Any = self.scale
+        second, center, *_ = change
+        scale = first * second if first.ndim == 1 else matmul(first, second)
+        return self._replace(scale=scale, center=self.to_positions(center))
 
     def _stretch(self, x, inverse=False):
         """Multiply by ``I + V F Vᵀ`` or its inverse, which has the same form."""
@@ -247,9 +247,7 @@ class Moments(NamedTuple):
 
     def compose(self, change: Preconditioner) -> Moments:
         """Return the moments of the same clouds after a change of variables, which must have a scale."""
-        scale = change.scale
-        if scale is None:
-            raise ValueError("The change of variables needs a `scale`; got None.")
+        scale: Any = change.scale
         if scale.ndim == 1:
             position, gradient = self.position_scatter / scale**2, self.gradient_scatter * scale**2
         else:
