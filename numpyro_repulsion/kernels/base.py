@@ -23,7 +23,7 @@ from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped
 from numpyro_repulsion.findings import MAX_FLAGGED, Diagnosis, Finding, flagged_updates
 from numpyro_repulsion.gradients import Gradient, compiled, is_traced, ravel_cloud
 from numpyro_repulsion.interactions import Balanced, Coupling, Interaction
-from numpyro_repulsion.kernels import initialization, warmup_host, warmup_programs
+from numpyro_repulsion.kernels import initialization, requirements, warmup_host, warmup_programs
 from numpyro_repulsion.kernels.bound import (
     Binder,
     BoundSampler,
@@ -35,19 +35,6 @@ from numpyro_repulsion.kernels.bound import (
 from numpyro_repulsion.kernels.iteration import Iteration
 from numpyro_repulsion.kernels.mcmc import arguments, calling_mcmc, collects_warmup
 from numpyro_repulsion.kernels.programs import Programs, compiler_options
-from numpyro_repulsion.kernels.requirements import (
-    check_data,
-    check_ensembles,
-    check_groups,
-    check_init_params,
-    check_jumps,
-    check_moves,
-    check_reparam,
-    check_sweeps,
-    require_agreement,
-    require_instance,
-    warn_of_short_warmup,
-)
 from numpyro_repulsion.kernels.state import (
     ParticleState,
     check_chains,
@@ -157,14 +144,14 @@ class ParticleKernel(Settings, MCMCKernel):
             measured = step_size is None or isinstance(step_size, BiasBudget)
             measured &= is_auto(moves) or not moves  # Jumps cannot carry noise that K correlates.
             dynamics = (measured and self._measured_dynamics) or self._default_dynamics
-        require_instance("interaction", interaction, Interaction, "RBF(), Balanced() or Independent()")
-        require_instance("dynamics", dynamics, Dynamics, "Overdamped()")
+        requirements.require_instance("interaction", interaction, Interaction, "RBF(), Balanced() or Independent()")
+        requirements.require_instance("dynamics", dynamics, Dynamics, "Overdamped()")
         interaction, dynamics = cast(Interaction, interaction), cast(Dynamics, dynamics)
         if not (is_auto(gradient) or gradient == "plain"):
-            require_instance("gradient", gradient, Gradient, "FullData() or Subsampled()")
+            requirements.require_instance("gradient", gradient, Gradient, "FullData() or Subsampled()")
         if not is_auto(moves) and moves is not False:
-            check_moves(moves, interaction, dynamics)
-        check_sweeps(gradient, dynamics)
+            requirements.check_moves(moves, interaction, dynamics)
+        requirements.check_sweeps(gradient, dynamics)
         if not callable(init_strategy):
             raise TypeError(f"`init_strategy` must be callable, such as init_to_sample; got {init_strategy!r}.")
         self.model, self.potential_fn = model, potential_fn
@@ -172,14 +159,14 @@ class ParticleKernel(Settings, MCMCKernel):
         self.gradient = gradient
         self.moves = moves if isinstance(moves, Move) else None
         self.looks_for_basins = is_auto(moves) and dynamics.allows_jumps(interaction.interacts)
-        self.reparam = check_reparam(reparam)
+        self.reparam = requirements.check_reparam(reparam)
         self.num_steps = integer("`num_steps`", num_steps)
         self.num_ensembles = integer("`num_ensembles`", num_ensembles)
         self.init_strategy = init_strategy
         self.step_size, self.schedule = step_schedule(step_size, dynamics, self.num_steps)
         self.preconditioner = preconditioner
         self.scale = preconditioner_scale(preconditioner)
-        check_ensembles(interaction, self.num_ensembles)
+        requirements.check_ensembles(interaction, self.num_ensembles)
         self._prepare()
 
     @property
@@ -193,7 +180,7 @@ class ParticleKernel(Settings, MCMCKernel):
         if mcmc is None or not isinstance(state := mcmc.post_warmup_state, ParticleState):
             return True
         self._num_shown = int(np.max(state.num_flagged_updates))
-        require_agreement(self, mcmc, None, 0, state, *arguments(mcmc))
+        requirements.require_agreement(self, mcmc, None, 0, state, *arguments(mcmc))
         has_chains, bound = check_chains(state, mcmc), self.bind(*arguments(mcmc))
         bound.gradient.share(bound.target)
         mcmc.post_warmup_state = self.resumed(state, *arguments(mcmc))
@@ -300,15 +287,15 @@ class ParticleKernel(Settings, MCMCKernel):
             rng_key = rng_key[None]
             init_params = jax.tree.map(lambda x: jnp.asarray(x)[None], init_params)
         size, self._num_shown = rng_key.shape[0], 0
-        check_groups(size, self.num_ensembles, self.interaction.interacts)
+        requirements.check_groups(size, self.num_ensembles, self.interaction.interacts)
         if num_warmup == 0 and self.schedule is None:
             raise ValueError("With num_warmup=0 the step size cannot be adapted; give `step_size`, or num_warmup=1000.")
-        require_agreement(self, mcmc, rng_key, num_warmup, init_params, model_args, model_kwargs)
+        requirements.require_agreement(self, mcmc, rng_key, num_warmup, init_params, model_args, model_kwargs)
         bound = self.bind(model_args, model_kwargs)
-        check_data(bound.target, bound.gradient, mcmc, size, left_out)
-        check_init_params(init_params, bound.target, size)
+        requirements.check_data(bound.target, bound.gradient, mcmc, size, left_out)
+        requirements.check_init_params(init_params, bound.target, size)
         if self.moves is not None:
-            check_jumps(self.moves, bound.gradient, bound.target, num_warmup, size)
+            requirements.check_jumps(self.moves, bound.gradient, bound.target, num_warmup, size)
         plan = bound.plan()
         how = None
         if num_warmup == 0 or not plan.learns:
@@ -331,7 +318,7 @@ class ParticleKernel(Settings, MCMCKernel):
             )
         if not_jax_tracer(begun.cloud.z):
             initialization.check_start(bound, begun, init_params is not None)
-        warn_of_short_warmup(num_warmup if plan.arrives else 0)
+        requirements.warn_of_short_warmup(num_warmup if plan.arrives else 0)
         return begun.state
 
     def warm(self, state: Warming, number: int, num_warmup: int, args, kwargs) -> Warming:

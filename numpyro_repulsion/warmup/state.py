@@ -128,7 +128,6 @@ class WarmupState(NamedTuple):
     - **iteration** - how many MCMC iterations are done.
     - **num_warmup** - how many iterations are warmup.
     - **arrival** - how particles arrive.
-    - **preconditioner** - the linear change of variables in use.
     - **moments** - moments of the cloud since a time within the window, or of the settling part since 70 % of the
       warmup (``BEGINNINGS`` in ``windows.py``).
     - **noise_shrinkage** - the largest factor by which the variance of a noisy direction exceeds 1 in whitened
@@ -142,16 +141,9 @@ class WarmupState(NamedTuple):
     - **noise_share** - the share of the gradient noise that successive minibatches do not cancel: 1 unless they depend
       on each other.
     - **measurements** - curvature and noise since the scales last changed.
-    - **bandwidth** - the bandwidth h in use; 0 if the interaction has none.
-    - **reference** - the reference points of control variates, or ``None``.
     - **symptoms** - symptoms of a posterior that no linear scale suits; ``None`` if the step is not measured.
-    - **centering** - how the entries of a particle are centered before the linear change of variables; ``None`` if all
-      are as the model has them.
-    - **jumps** - the state of the kernel's ``moves``, or of jumps that switch themselves on; else ``None``.
-    - **posterior_id** - the identity of the data and the model, four words; zeros where it is unknown, ``None``
-      where nothing needs it.
-    - **data_fingerprint** - a start, flat and unconstrained, and U there on a few rows, which tells whether a run on
-      data with another identity has other data than its warmup; ``None`` without a warmup.
+    - **preconditioner**, **bandwidth**, **reference**, **centering**, **jumps**, **posterior_id**,
+      **data_fingerprint** - as in :class:`~numpyro_repulsion.warmup.Learned`, so far; the last one as a pair.
     """
 
     iteration: Integer[AnyArray, ""]
