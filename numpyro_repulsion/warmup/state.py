@@ -152,6 +152,7 @@ class WarmupState(NamedTuple):
     preconditioner: Preconditioner
     moments: Moments
     noise_shrinkage: Float[AnyArray, ""]
+    centering: Centering | None
     step_size: Float[AnyArray, ""]
     bias: Float[AnyArray, ""]
     mean_bias: Float[AnyArray, ""]
@@ -162,7 +163,6 @@ class WarmupState(NamedTuple):
     bandwidth: Float[AnyArray, ""]
     reference: Reference | None
     symptoms: Symptoms | None
-    centering: Centering | None = None
     jumps: JumpsState | None = None
     posterior_id: Integer[AnyArray, 4] | None = None
     data_fingerprint: tuple[Float[AnyArray, " d"], Float[AnyArray, ""]] | None = None
@@ -210,6 +210,7 @@ class WarmupState(NamedTuple):
         cloud: Cloud,
         plan: WarmupPlan,
         units: Units | None = None,
+        centering: Centering | None = None,
         **others: Any,
     ) -> WarmupState:
         """Return the state before the first iteration.
@@ -231,6 +232,7 @@ class WarmupState(NamedTuple):
             preconditioner=preconditioner,
             moments=Moments.empty(dimension, dtype, plan.kind == "dense"),
             noise_shrinkage=one,
+            centering=centering,
             step_size=jnp.asarray(step_size, dtype),
             bias=unknown,
             mean_bias=unknown,

@@ -150,7 +150,7 @@ def test_windows_count_alike_once_scales_are_frozen():
             bandwidth_of=lambda u: rule,
             best_bandwidth=best_bandwidth,
         )
-        warmup = WarmupState(*[None] * 16)._replace(is_raised=is_raised, bandwidth=7.0)
+        warmup = WarmupState(*[None] * 17)._replace(is_raised=is_raised, bandwidth=7.0)
         return update_bandwidth(None, Window(timetable, ends), warmup, cloud, sampler)[0].bandwidth
 
     expected = [7.0, rule, found, 7.0**0.75 * found**0.25]
