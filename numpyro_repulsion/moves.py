@@ -191,11 +191,6 @@ class ArchiveState(NamedTuple):
     acceptance: jax.Array
     tally: tuple[jax.Array, jax.Array]
 
-    @property
-    def within(self) -> Preconditioner:
-        """The change of variables by S."""
-        return Preconditioner(self.scale)
-
 
 @dataclass(frozen=True)
 class Archive(Move[ArchiveState]):
@@ -336,7 +331,7 @@ class Archive(Move[ArchiveState]):
         return state.kind > NONE
 
     def propose(self, key, state, cloud, energy_and_grad, temperature, stratified):
-        within, components = state.within, state.components
+        within, components = Preconditioner(state.scale), state.components
         start = within.whiten(cloud.z)
 
         def visit(v):

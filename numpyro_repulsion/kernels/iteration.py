@@ -136,8 +136,7 @@ class Iteration:
 
     def layout(self, u: Float[Array, "*particles d"]) -> Layout:
         """Return how a cloud lies on the devices."""
-        shape = u.shape[0], u.shape[1], u.shape[2]
-        return Layout.of(shape, self.interaction.interacts or self.dynamics.interacts)
+        return Layout.of(u.shape, self.interaction.interacts or self.dynamics.interacts)
 
     def recover(self, learned: Where, u: Float[Array, "*particles d"]) -> Recovered:
         """Return the particles ``(..., d)`` in the coordinates of the model."""

@@ -104,11 +104,7 @@ def first_rates(shape: tuple[int, ...], dtype) -> Float[AnyArray, "*particles"]:
 def svgd_direction(
     u: Float[AnyArray, "*particles d"], gradient: Float[AnyArray, "*particles d"]
 ) -> Float[AnyArray, "*particles d"]:
-    r"""Return :math:`K \nabla U - \Gamma` with a Gaussian kernel of the median bandwidth; of one particle, ∇U.
-
-    :param u: ``(G, L, d)``.
-    :param gradient: ∇U there.
-    """
+    r"""Return :math:`K \nabla U - \Gamma` with a Gaussian kernel of the median bandwidth; of one particle, ∇U."""
     size = u.shape[-2]
     if size == 1:
         return gradient
@@ -140,12 +136,10 @@ def descend(
     particles would collect where a density is high but holds no mass, as in the neck of a funnel. A particle whose new
     position is not finite stays, with half its rate.
 
-    :param position: ``(u, U, ∇U)`` of shapes ``(G, L, d)``, ``(G, L)`` and ``(G, L, d)``.
     :param slope: what the particles descend, ``(G, L, d)``: ∇U or :func:`svgd_direction`.
     :param rate: η at the start, in units of the spread of the starts, ``(G, L)``.
     :param share_done: the share of the arrival that is done, in [0, 1].
     :param temperature: the factor of the variance of the noise.
-    :return: the new position, state and rates.
     """
     u = position[0]
     count = state.number + 1

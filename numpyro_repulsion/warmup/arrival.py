@@ -33,10 +33,6 @@ def arrive(
     """Move each particle by one Metropolis-adjusted Langevin update and adapt its step to an acceptance of 0.6.
 
     Gradients are exact; with minibatches particles arrive by :func:`~numpyro_repulsion.warmup.adam.descend`.
-
-    :param position: ``(u, U, ∇U)`` of shapes ``(G, L, d)``, ``(G, L)`` and ``(G, L, d)``.
-    :param step_size: ``(G, L)``.
-    :return: the new position and the new step sizes.
     """
     u = position[0]
     step = step_size[..., None]

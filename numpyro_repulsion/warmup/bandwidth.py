@@ -75,10 +75,7 @@ def _largest_eigenvalue(apply, start):
 def measure_steepness(
     key: jax.Array, interaction: Interaction, u: Float[Array, "*particles d"], bandwidth: Float[Array, ""] | float
 ) -> Float[Array, ""]:
-    """Return how fast Γ changes along a random direction of all particles at once, as a root mean square.
-
-    :param u: particles, ``(G, L, d)``.
-    """
+    """Return how fast Γ changes along a random direction of all particles at once, as a root mean square."""
     if not interaction.interacts:
         return jnp.zeros((), u.dtype)
     direction = signs(key, u.shape, u.dtype)

@@ -92,11 +92,7 @@ class Preconditioner(NamedTuple):
     def by_coordinate(
         self, u: Float[AnyArray, "*particles d"], gradient: Float[AnyArray, "*particles d"]
     ) -> tuple[Float[AnyArray, "*particles d"], Float[AnyArray, "*particles d"]]:
-        """Return positions and gradients, ``(..., d)``, along the coordinates of z, each in units of its scale.
-
-        :param u: whitened positions.
-        :param gradient: gradients with respect to them.
-        """
+        """Return whitened positions and gradients along the coordinates of z, each in units of its scale."""
         if self.scale is None or self.kind == "diagonal":
             return u, gradient
         unit = self.lengths()
@@ -139,8 +135,7 @@ def first_scale(
     :param z: starts, ``(L, d)``.
     :param gradient: ∇U there; non-finite values are ignored. A single particle has no spread, so its scale is one over
         its gradient.
-    :param kind: that of the scales, ``"dense"``, ``"low_rank"``, ``"arrow"`` or ``"diagonal"``.
-    :param units: those of the arrow.
+    :param units: those of an arrow.
     """
     center = jnp.nanmedian(z, 0)
     spread = jnp.nanmedian(jnp.abs(z - center), 0)

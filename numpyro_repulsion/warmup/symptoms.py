@@ -108,12 +108,7 @@ class Symptoms(NamedTuple):
         )
 
     def add(self, u: Float[AnyArray, "n d"], gradient: Float[AnyArray, "n d"], change: Preconditioner) -> Symptoms:
-        """Return the sums with the particles of one more iteration.
-
-        :param u: whitened positions, ``(P, d)``.
-        :param gradient: gradients with respect to ``u``.
-        :param change: the change of variables in use.
-        """
+        """Return the sums with the particles of one more iteration, and gradients there, whitened by a change."""
         origin = jnp.where(self.number > 0, self.origin, u.mean(0))
         u = u - origin
         x, slope = change.by_coordinate(u, gradient)
