@@ -124,7 +124,6 @@ def _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup):
     kernel, given, is_lasting = mcmc.sampler, arguments(mcmc), isinstance(store, Directory)
 
     def begin():
-        """Return the state before the first iteration."""
         stored = mcmc.post_warmup_state
         if stored is None:
             return jax.tree.map(unweakened, kernel.start(keys, mcmc.num_warmup, init_params, *given))
@@ -165,7 +164,8 @@ def _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup):
             if done == loop.num_iterations:
                 break
             stop = min(done + piece_size, *(end for end in ends if end > done))
-            is_warmup, collected = isinstance(state, Warming), loop.empty(piece_size)
+            is_warmup = isinstance(state, Warming)
+            collected = loop.empty(1 if is_warmup else piece_size)
             for at in range(done, stop, stride):
                 to = min(at + stride, stop)
                 if is_warmup:

@@ -400,5 +400,4 @@ def _mark(leaf):
 
 
 def _same(a, b):
-    """Return whether marks are the same objects or equal plain values."""
     return a is b or (type(a) is type(b) and isinstance(a, bool | int | float | complex | str | tuple) and a == b)

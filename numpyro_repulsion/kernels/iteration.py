@@ -179,7 +179,6 @@ class Iteration:
         return new._replace(posterior_id=jnp.asarray(known, jnp.uint32))
 
     def step_size(self, learned: Learned, num_updates: jax.Array) -> jax.Array:
-        """Return ε of the next update."""
         value = learned.step_size if self.schedule is None else self.schedule(num_updates)
         return jnp.asarray(value, learned.step_size.dtype)
 
@@ -236,7 +235,6 @@ class Iteration:
         return first, second
 
     def _update(self, key, now, learned):
-        """Make one update."""
         interaction_key = None
         if self.interaction.is_redrawn:
             key, interaction_key = random.split(key)

@@ -92,7 +92,6 @@ MAX_COPIES = 7
 
 
 def require_instance(name: str, value: object, kind: type, example: str) -> None:
-    """Raise ``TypeError`` if a value is not an instance of a kind of part."""
     if not isinstance(value, kind):
         called = f"; call it, `{value.__name__}()`" if isinstance(value, type) else ""
         raise TypeError(f"`{name}` must be an instance such as {example}; got {value!r}{called}.")

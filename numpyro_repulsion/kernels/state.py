@@ -194,7 +194,6 @@ class ParticleState(NamedTuple):
 
 
 def last_word(key: jax.Array) -> jax.Array:
-    """Return the last 32 bits of a PRNG key."""
     return random.key_data(key).ravel()[-1]
 
 

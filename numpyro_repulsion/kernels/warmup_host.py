@@ -44,7 +44,6 @@ from numpyro_repulsion.warmup.windows import ARRIVED, FREEZE
 
 
 def _update_jumps(rng, window, warmup, cloud, sampler):
-    """Update what jumps have learned."""
     if warmup.jumps is None:
         return warmup, cloud
     jumps = sampler.bound.moves.learn(window, warmup.jumps, warmup, cloud, sampler.dynamics.temperature)

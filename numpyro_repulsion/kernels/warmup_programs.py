@@ -291,7 +291,6 @@ def recover(bound: BoundSampler, min_spread: float | None, where: Coordinates, u
 
 
 def to_coordinates(bound: BoundSampler, _: None, where: Coordinates, centering: Centering, found: Recovered) -> Any:
-    """Return particles in the coordinates of a centering."""
     return _at(bound, where).centered(centering).to_coordinates(found)
 
 
@@ -307,12 +306,10 @@ def couple(bound: BoundSampler, _: None, u, bandwidth, is_new, key, seed) -> Any
 
 
 def best_bandwidth(bound: BoundSampler, tolerance: float, u, rule) -> Any:
-    """Return the bandwidth that speeds up averages over the cloud most."""
     return _best_bandwidth(bound.kernel.interaction, u, rule, tolerance)
 
 
 def settled(bound: BoundSampler, _: None, cloud: Cloud, step_size, noise) -> Any:
-    """Return the cloud with what its dynamics carries adapted to a step."""
     return bound.kernel.dynamics.settled(cloud, step_size, noise)
 
 

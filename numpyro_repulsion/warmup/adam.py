@@ -25,7 +25,6 @@ class Surroundings(NamedTuple):
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype) -> Surroundings:
-        """Return empty sums for particles ``(G, L, d)``."""
         return Surroundings(jnp.zeros((), dtype), jnp.zeros(shape[:2], dtype), jnp.zeros(shape, dtype))
 
     def add(self, energy: Float[AnyArray, "*particles"], gradient: Float[AnyArray, "*particles d"]) -> Surroundings:

@@ -138,7 +138,6 @@ Gradients = Callable[[Iterable[tuple[int, np.ndarray, int]]], Iterator[np.ndarra
 
 
 def draw_seed(rng: Generator) -> int:
-    """Return a random seed of a minibatch."""
     return int(rng.integers(2**32))
 
 

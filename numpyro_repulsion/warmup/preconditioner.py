@@ -190,7 +190,6 @@ class Moments(NamedTuple):
 
     @staticmethod
     def empty(size: int, dtype, dense: bool) -> Moments:
-        """Return the moments of no particles."""
         mean, scatter = jnp.zeros(size, dtype), jnp.zeros((size, size) if dense else size, dtype)
         return Moments(jnp.zeros((), dtype), mean, mean, scatter, scatter)
 

@@ -196,7 +196,6 @@ def _spread(window, warmup):
 
 
 def _num_for_curvature(dimension, cloud, sampler, rank=None):
-    """Return on how many minibatches of each particle to measure the curvature."""
     groups, particles = cloud.potential_energy.shape
     rows = sampler.plan.minibatch_size * groups * (1 if sampler.plan.shares_minibatches else particles)
     return num_for_curvature(dimension, rows if sampler.plan.is_noisy else 0, rank)
@@ -221,7 +220,6 @@ def _allowed_noise(warmup, cloud, sampler):
 
 
 def _changed(warmup, cloud, change):
-    """Return state and cloud after a further change of variables."""
     # The memory stays as it is, because carried noise is white in any coordinates.
     cloud = cloud._replace(z=change.whiten(cloud.z), gradient=change.whiten_gradient(cloud.gradient))
     preconditioner, moments = warmup.preconditioner.compose(change), warmup.moments.compose(change)

@@ -50,7 +50,6 @@ class WarmupPlan(NamedTuple):
 
     @property
     def learns(self) -> bool:
-        """Whether there is anything to learn."""
         return self.arrives or self.learns_bandwidth or self.has_reference or self.has_moves
 
     def tolerance(self, error: StepError, order: int) -> float:

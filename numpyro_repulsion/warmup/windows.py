@@ -109,22 +109,18 @@ class Window(NamedTuple):
 
     @property
     def is_prolonged(self) -> bool:
-        """Whether the arrival is prolonged."""
         return self.timetable.is_prolonged
 
     @property
     def is_last(self) -> bool:
-        """Whether it is the last one."""
         return self.ends == self.timetable.num_warmup
 
     @property
     def was_arrival(self) -> bool:
-        """Whether particles arrived in it."""
         return self.ends <= self.timetable.at(ARRIVED)
 
     @property
     def has_arrived(self) -> bool:
-        """Whether particles have arrived."""
         return self.ends >= self.timetable.at(ARRIVED)
 
     @property
