@@ -35,7 +35,7 @@ from numpyro_repulsion import (
 from numpyro_repulsion.dynamics import Overdamped, Thermostat, Underdamped
 from numpyro_repulsion.gradients import ModelTarget, Reference, evaluate_reference
 from numpyro_repulsion.interactions import Laplacian
-from numpyro_repulsion.warmup import measure_steepness
+from numpyro_repulsion.warmup.bandwidth import measure_steepness
 
 PARTICLES = 20
 EULER = Overdamped(integrator="euler")

@@ -19,23 +19,18 @@ from numpyro_repulsion.diagnostics import ensemble_mcse
 from numpyro_repulsion.dynamics import CurvatureStats
 from numpyro_repulsion.gradients import ModelTarget, Particle, compiled, ravel_cloud
 from numpyro_repulsion.interactions import Coupling
-from numpyro_repulsion.kernels import (
+from numpyro_repulsion.kernels.halving import halved_series
+from numpyro_repulsion.kernels.runs import (
     bound_of,
     coupling_of,
     evenly_spread,
     flat_values,
-    halved_series,
     has_other_data,
     kernel_of_run,
 )
-from numpyro_repulsion.warmup import (
-    UNKNOWN,
-    Measured,
-    Measurements,
-    estimate_curvature,
-    measure_steepness,
-    summarize_curvature,
-)
+from numpyro_repulsion.warmup import Measured, Measurements
+from numpyro_repulsion.warmup.bandwidth import measure_steepness
+from numpyro_repulsion.warmup.curvature import UNKNOWN, estimate_curvature, summarize_curvature
 
 #: Largest number of entries of one series of a segment; for larger particles only some coordinates are followed.
 MAX_ENTRIES = 2**24

@@ -76,7 +76,7 @@ class Layout:
     parameters: bool = False
 
     @staticmethod
-    def of(shape: tuple[int, int, int], interacts: bool) -> Layout:
+    def of(shape: tuple[int, ...], interacts: bool) -> Layout:
         """Return the layout of a cloud ``(G, L, d)``, in which particles may need each other, on the mesh of JAX."""
         count = num_devices(PARTICLES)
         if count == 1:

@@ -17,19 +17,12 @@ from numpyro_repulsion.checks import integer, keep
 from numpyro_repulsion.dynamics import Cloud, EnergyAndGrad, acceptance, select
 from numpyro_repulsion.noise import normal, uniform
 from numpyro_repulsion.rounding import matmul
-from numpyro_repulsion.warmup import (
-    ARRIVED,
-    FREEZE,
-    JumpsState,
-    Preconditioner,
-    WarmupState,
-    Window,
-    inverse_root,
-    shrink,
-)
+from numpyro_repulsion.warmup import Preconditioner, WarmupState, Window
+from numpyro_repulsion.warmup.preconditioner import inverse_root, shrink
+from numpyro_repulsion.warmup.windows import ARRIVED, FREEZE
 
 #: The type of the state of a move.
-State = TypeVar("State", bound=JumpsState)
+State = TypeVar("State")
 
 
 class Proposal(NamedTuple):
@@ -116,12 +109,10 @@ class Move(Generic[State]):
         :param positions: the change of variables from whitened to unconstrained coordinates.
         :param age: how many iterations particles have been where they belong; negative while they arrive.
         """
-        del positions, cloud, age
         return state
 
     def learn(self, window: Window, state: State, warmup: WarmupState, cloud: Cloud, temperature: float) -> State:
         """Return the state at the end of a window of warmup, from arrays of the host; unchanged by default."""
-        del window, warmup, cloud, temperature
         return state
 
     def propose(
@@ -143,7 +134,6 @@ class Move(Generic[State]):
 
     def is_on(self, state: State) -> Bool[Array, ""]:
         """Return whether particles jump; a scalar, always true by default."""
-        del state
         return jnp.ones((), bool)
 
     def jump(
@@ -201,11 +191,6 @@ class ArchiveState(NamedTuple):
     acceptance: jax.Array
     tally: tuple[jax.Array, jax.Array]
 
-    @property
-    def within(self) -> Preconditioner:
-        """The change of variables by S."""
-        return Preconditioner(self.scale)
-
 
 @dataclass(frozen=True)
 class Archive(Move[ArchiveState]):
@@ -249,8 +234,7 @@ class Archive(Move[ArchiveState]):
 
         >>> from jax import random
         >>> import jax.numpy as jnp
-        >>> import numpyro
-        >>> import numpyro.distributions as dist
+        >>> import numpyro, numpyro.distributions as dist
         >>> from numpyro.infer import MCMC, init_to_uniform
         >>> from numpyro_repulsion import Archive, SGLD
         >>> def model():
@@ -277,11 +261,6 @@ class Archive(Move[ArchiveState]):
             raise ValueError(f"Archive: `size` must be a power of two, 16 or more; got {self.size!r}.")
 
     def start(self, cloud: Cloud, iterations: int, dense: bool) -> ArchiveState:
-        """Return the state before warmup.
-
-        :param iterations: the number of warmup iterations.
-        :param dense: whether S is a matrix.
-        """
         groups, particles, dimension = cloud.z.shape
         begin, end = (int(iterations * (part - ARRIVED)) * groups * particles for part in self.span)
         total = max(1, min(end - begin, np.iinfo(np.int32).max))
@@ -326,7 +305,7 @@ class Archive(Move[ArchiveState]):
         """Return the archive with all that is recorded, and S and s² fitted to it."""
         # Until the archive is full, it repeats its positions.
         filled = np.arange(len(jumps.source)) % max(int(jumps.number), 1)
-        change = warmup.scales.preconditioner
+        change = warmup.preconditioner
         z, gradient = (x[filled] for x in jumps.recorded)
         gradient = change.whiten_gradient(gradient)
         within = _within(gradient, jumps, temperature)
@@ -352,7 +331,7 @@ class Archive(Move[ArchiveState]):
         return state.kind > NONE
 
     def propose(self, key, state, cloud, energy_and_grad, temperature, stratified):
-        within, components = state.within, state.components
+        within, components = Preconditioner(state.scale), state.components
         start = within.whiten(cloud.z)
 
         def visit(v):

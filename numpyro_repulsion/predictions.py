@@ -24,8 +24,8 @@ from numpyro_repulsion.gradients import ModelTarget, check_values, compiled
 from numpyro_repulsion.gradients.local import Integrated
 from numpyro_repulsion.inference_data import in_chunks, visible
 from numpyro_repulsion.inference_data.rows import row_latents_of, whole
-from numpyro_repulsion.kernels import bound_of, chosen_draws, kernel_of_run, latent_draws
 from numpyro_repulsion.kernels.bound import hinting
+from numpyro_repulsion.kernels.runs import bound_of, chosen_draws, kernel_of_run, latent_draws
 
 #: How many rows and particles show how exact the integrals are, and the number of points that they are compared with.
 NUM_ROWS, NUM_PARTICLES = 500, 4

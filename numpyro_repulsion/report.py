@@ -27,7 +27,7 @@ from numpyro_repulsion.findings import (
     from_json,
 )
 from numpyro_repulsion.inference_data import to_inference_data
-from numpyro_repulsion.kernels import kernel_of_run
+from numpyro_repulsion.kernels.runs import kernel_of_run
 from numpyro_repulsion.predictions import integration_shifts
 from numpyro_repulsion.tables import with_findings
 

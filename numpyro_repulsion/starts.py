@@ -179,12 +179,10 @@ def _known(name, values):
 
 
 def _draw_of_guide(guide, params, key, number):
-    del number
     return guide.sample_posterior(key, params)
 
 
 def _draw_of_table(values, order, key, number):
-    del key
     place = jnp.asarray(order)[number % len(order)]
     return {name: jnp.asarray(x)[place] for name, x in values.items()}
 

@@ -19,7 +19,8 @@ import numpyro.distributions as dist
 
 from numpyro_repulsion import SGHMC, SGLD, SGLDR, Archive, FullData
 from numpyro_repulsion.gradients import ModelTarget, Reference, ravel_cloud
-from numpyro_repulsion.warmup import Moments, svgd_direction
+from numpyro_repulsion.warmup import Moments
+from numpyro_repulsion.warmup.adam import svgd_direction
 
 #: Two groups of six particles with two coordinates, whose gradients are the same.
 CLOUD = random.normal(random.key(0), (2, 6, 2))

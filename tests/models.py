@@ -49,7 +49,7 @@ def programs_of(kernel, keys, num_warmup, *args, init_params=None, **kwargs):
     state = jax.eval_shape(lambda: kernel.start(keys, num_warmup, init_params, args, kwargs))
     if isinstance(state, ParticleState):
         return [(lambda state: kernel.sample(state, args, kwargs), state)]
-    how = Frozen((1, True), True, False, num_warmup, False)
+    how = Frozen((1, True), False, num_warmup, False)
     frozen = jax.eval_shape(lambda state: kernel.frozen_as(how, state, args, kwargs), state)
     steps = iterations_of(kernel.bind(args, kwargs), state)
     return [*((step, state) for step in steps), (lambda state: kernel.sample(state, args, kwargs), frozen)]

@@ -101,8 +101,8 @@ a lost key split: minibatch and noise from one key | kernels/iteration.py | test
 +(key, key)
 
 the same key in every update | kernels/iteration.py | test_dynamics | key or hand
--Keys(keys[1] if has_jump else None, keys[1 + has_jump :])
-+Keys(keys[1] if has_jump else None, keys[jax.numpy.full(num_steps, 1 + has_jump)])
+-now, keys[1 + has_jump :])
++now, keys[jnp.full(self.num_steps, 1 + has_jump)])
 
 temperature forgotten in front of Γ | dynamics/base.py | test_recipe | drift
 -(repulsion if temperature == 1.0 else temperature * repulsion)

@@ -23,7 +23,7 @@ import numpyro.distributions as dist
 
 from numpyro_repulsion import SGLD, diagnose, ensemble_ess, ensemble_mcse, nested_rhat, summary, to_inference_data
 from numpyro_repulsion.findings import RULES, SEVERITIES, Diagnosis, Finding, from_json, to_json
-from numpyro_repulsion.kernels import has_other_data
+from numpyro_repulsion.kernels.runs import has_other_data
 from numpyro_repulsion.report import _variable, diagnosis_of
 
 NEW_ARVIZ = int(importlib.metadata.version("arviz").split(".")[0]) >= 1

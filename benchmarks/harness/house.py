@@ -90,7 +90,7 @@ def walk() -> dict[str, Any]:
     keys = random.split(random.key(0), PARTICLES)
     start = jax.eval_shape(lambda keys: kernel.start(keys, 1000, None, args, {}), keys)
     # With control variates in use, as usual.
-    how = Frozen((1, False), True, False, 1000, False)
+    how = Frozen((1, False), False, 1000, False)
     state = jax.eval_shape(lambda start: kernel.frozen_as(how, start, args, {}), start)
     files, within = set(), 0
 

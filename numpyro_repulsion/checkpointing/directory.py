@@ -93,9 +93,6 @@ class Directory:
     :param num_iterations: number of iterations of the run, warmup included.
     """
 
-    #: Whether a later process may find what is saved.
-    is_lasting = True
-
     def __init__(self, path: str | os.PathLike, num_iterations: int):
         self.path = Path(path)
         self.num_iterations = num_iterations
@@ -148,7 +145,7 @@ class Directory:
                     f"{name} has {size} bytes, not {file.file_size}: draws were lost. Delete {self.path} to begin "
                     "again."
                 )
-            self._open_files.append(file.open(self.path / _DRAWS))
+            self._open_files.append(os.open(name, _WRITE))
 
     def _begin(self, path, identity):
         strange = {x.name for x in self.path.iterdir() if not x.name.startswith(".")} - {_DRAWS, f"{_RUN}.part"}
@@ -286,10 +283,6 @@ class DrawFile(NamedTuple):
     def file_size(self) -> int:
         return len(self.header) + self.num_bytes
 
-    def open(self, folder: Path, flags: int = 0) -> int:
-        """Open the file for writing."""
-        return os.open(folder / self.file, _WRITE | flags, 0o666)
-
     def map(self, folder: Path) -> np.ndarray:
         """Return the array, mapped read-only."""
         found = np.load(folder / self.file, mmap_mode="r" if self.num_bytes else None)
@@ -332,13 +325,7 @@ def _make_room(folder: Path, files: list[DrawFile]) -> None:
     try:
         folder.mkdir(exist_ok=True)
         for one in files:
-            file = one.open(folder, os.O_CREAT | os.O_TRUNC)
-            try:
-                _write(file, one.header, 0)
-                _reserve(file, one.file_size)
-                os.fsync(file)
-            finally:
-                os.close(file)
+            _create(folder / one.file, one.header, one.file_size)
         _sync_folder(folder)
     except OSError:
         for one in files:
@@ -376,15 +363,22 @@ def _write(file: int, data: Any, offset: int) -> None:
         rest = rest[os.write(file, rest) :]
 
 
-def _replace(path: Path, data: bytes) -> None:
-    """Replace a file atomically: a reader sees the old one or the new one, also after a crash."""
-    part = path.with_name(path.name + ".part")
-    file = os.open(part, _WRITE | os.O_CREAT | os.O_TRUNC, 0o666)
+def _create(path: Path, data: bytes, size: int | None = None) -> None:
+    """Make a file that begins with some bytes, on request longer than these."""
+    file = os.open(path, _WRITE | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         _write(file, data, 0)
+        if size is not None:
+            _reserve(file, size)
         os.fsync(file)
     finally:
         os.close(file)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Replace a file atomically: a reader sees the old one or the new one, also after a crash."""
+    part = path.with_name(path.name + ".part")
+    _create(part, data)
     os.replace(part, path)
     _sync_folder(path.parent)
 

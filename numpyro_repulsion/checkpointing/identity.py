@@ -16,8 +16,9 @@ from numpyro.infer.util import compute_log_probs
 
 from numpyro_repulsion.digests import digest, digest_of_program
 from numpyro_repulsion.gradients import ModelTarget, compiled, fingerprint
-from numpyro_repulsion.kernels import arguments, bound_of
+from numpyro_repulsion.kernels.mcmc import arguments
 from numpyro_repulsion.kernels.requirements import described
+from numpyro_repulsion.kernels.runs import bound_of
 from numpyro_repulsion.version import __version__
 
 #: Entries that are programs: other versions of JAX make other programs from the same functions.

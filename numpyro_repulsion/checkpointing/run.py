@@ -18,7 +18,6 @@ from numpyro.util import cached_by, is_prng_key, nested_attrgetter
 from numpyro_repulsion.checkpointing.directory import Directory, plan
 from numpyro_repulsion.checkpointing.identity import identify, trace
 from numpyro_repulsion.checks import integer
-from numpyro_repulsion.kernels import bound_of, kernel_of
 from numpyro_repulsion.kernels.mcmc import (
     arguments,
     collected_fields,
@@ -30,6 +29,7 @@ from numpyro_repulsion.kernels.mcmc import (
 )
 from numpyro_repulsion.kernels.programs import unweakened
 from numpyro_repulsion.kernels.requirements import require_agreement
+from numpyro_repulsion.kernels.runs import bound_of, kernel_of
 from numpyro_repulsion.kernels.state import check_chains
 from numpyro_repulsion.kernels.warmup_host import iterations_of
 from numpyro_repulsion.kernels.warmup_programs import Frozen, Warming
@@ -82,8 +82,7 @@ def run_in_pieces(
 
         >>> import tempfile
         >>> from jax import random
-        >>> import numpyro
-        >>> import numpyro.distributions as dist
+        >>> import numpyro, numpyro.distributions as dist
         >>> from numpyro.infer import MCMC
         >>> from numpyro_repulsion import SGLDR, run_in_pieces
 
@@ -104,13 +103,6 @@ def run_in_pieces(
         raise ValueError(f'run_in_pieces needs chain_method="vectorized"; got {mcmc.chain_method!r}.')
     set_arguments(mcmc, args, kwargs)
     init_params = jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), init_params)
-    if init_params is not None and mcmc.num_chains > 1:
-        shapes = jax.tree.map(jnp.shape, init_params)
-        if any(np.shape(leaf)[:1] != (mcmc.num_chains,) for leaf in jax.tree.leaves(init_params)):
-            raise ValueError(
-                f"`init_params` must have one start for each chain, a leading axis of {mcmc.num_chains}; got "
-                f"shapes {shapes}."
-            )
     jit_spread_arguments(mcmc)
     keys = random.split(rng_key, mcmc.num_chains) if mcmc.num_chains > 1 and is_prng_key(rng_key) else rng_key
     given = mcmc.post_warmup_state if init_params is None else init_params
@@ -129,10 +121,9 @@ def run_in_pieces(
 
 
 def _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup):
-    kernel, given = mcmc.sampler, arguments(mcmc)
+    kernel, given, is_lasting = mcmc.sampler, arguments(mcmc), isinstance(store, Directory)
 
     def begin():
-        """Return the state before the first iteration."""
         stored = mcmc.post_warmup_state
         if stored is None:
             return jax.tree.map(unweakened, kernel.start(keys, mcmc.num_warmup, init_params, *given))
@@ -141,15 +132,15 @@ def _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup):
         return jax.tree.map(unweakened, kernel.resumed(stored, *given)._replace(rng_key=key))
 
     state, beginning = None, ""
-    if store.is_lasting:
+    if is_lasting:
         beginning, like = trace(begin, known=given)
     else:
         state = like = begin()
     warms = isinstance(like, Warming)
-    likes = list(itertools.islice(_frozen(mcmc, like), None if store.is_lasting else 1)) if warms else [like]
+    likes = list(itertools.islice(_frozen(mcmc, like), None if is_lasting else 1)) if warms else [like]
     loop = _Loop(mcmc, extra_fields, num_warmup, likes[0])
     files = plan(loop.prototype, loop.fields[0], mcmc.num_chains, loop.num_rows)
-    if store.is_lasting:
+    if is_lasting:
         warmup = ""
         if warms:
             steps = iterations_of(bound_of(mcmc), like)
@@ -173,8 +164,8 @@ def _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup):
             if done == loop.num_iterations:
                 break
             stop = min(done + piece_size, *(end for end in ends if end > done))
-            is_warmup, draws = isinstance(state, Warming), loop.nothing()
-            collected = None if is_warmup else loop.empty(piece_size)
+            is_warmup = isinstance(state, Warming)
+            collected = loop.empty(1 if is_warmup else piece_size)
             for at in range(done, stop, stride):
                 to = min(at + stride, stop)
                 if is_warmup:
@@ -186,17 +177,15 @@ def _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup):
                     if not isinstance(jax.block_until_ready(state), Warming):
                         bar.set_postfix_str(kernel.progress(state), refresh=False)
                 bar.update(to - at)
-            if not is_warmup:
-                draws = loop.on_host(collected, loop.rows(stop) - loop.rows(done))
-            elif stop == num_warmup:
+            if is_warmup and stop == num_warmup:
                 # As after ``MCMC.run``, where NumPyro's iterations of warmup have passed.
                 state = kernel.freeze(state, *given, mcmc.num_chains == 1, mcmc.num_warmup, True)
-            store.save(stop, state, loop.rows(done), draws)
+            store.save(stop, state, loop.rows(done), loop.on_host(collected, loop.rows(stop) - loop.rows(done)))
             if warms and stop == num_warmup:
                 kernel.warn_of_warmup(state)
             done = stop
             if must_stop(number):
-                kept = "The same call continues from there." if store.is_lasting else "Nothing is kept."
+                kept = "The same call continues from there." if is_lasting else "Nothing is kept."
                 raise SystemExit(f"A signal stopped the run after {done} of {loop.num_iterations} iterations. {kept}")
     found = jax.tree.unflatten(jax.tree.structure(loop.prototype), store.draws())
     set_results(mcmc, {name: found[name] for name in loop.fields}, here(state))
@@ -208,7 +197,7 @@ def _frozen(mcmc, state):
     reference = warmup.reference
     orders = (0,) if reference is None else (1, 0) if reference.hessian is None else (2, 1, 0)
     for on in itertools.product(orders, (False,) if warmup.jumps is None else (True, False)):
-        how = Frozen(on, True, True, mcmc.num_warmup, mcmc.num_chains == 1)
+        how = Frozen(on, True, mcmc.num_warmup, mcmc.num_chains == 1)
         yield jax.eval_shape(lambda state, how=how: kernel.frozen_as(how, state, *arguments(mcmc)), state)
 
 
@@ -258,11 +247,6 @@ class _Loop:
             return value, self._collect(value)
 
         return trace(iterate, self._value(state), known=arguments(self.mcmc))[0]
-
-    def nothing(self):
-        """Return no draws, as of a piece of warmup."""
-        leaves = jax.tree.leaves(self.prototype)
-        return [np.empty((x.shape[0], 0, *x.shape[1:]), x.dtype) for x in leaves]
 
     def empty(self, piece_size):
         """Return buffers for the draws of a piece of ``piece_size`` iterations."""
@@ -318,8 +302,6 @@ def _collector(postprocess, fields, removed, has_chains):
 
 class _Memory:
     """Draws in memory, with the methods of a :class:`Directory` that a run needs."""
-
-    is_lasting = False
 
     def open(self, files):
         self._draws = [np.empty(file.shape, file.dtype) for file in files]

@@ -23,7 +23,7 @@ from numpyro_repulsion.diagnostics import ensemble_ess, ensemble_mcse
 from numpyro_repulsion.gradients import ModelTarget, compiled, influenced
 from numpyro_repulsion.gradients.location_scale import base_support
 from numpyro_repulsion.inference_data import map_draws, visible
-from numpyro_repulsion.kernels import bound_of, chosen_draws, coupling_of, kernel_of_run, latent_draws
+from numpyro_repulsion.kernels.runs import bound_of, chosen_draws, coupling_of, kernel_of_run, latent_draws
 
 
 class Localized(Messenger):

@@ -10,7 +10,7 @@ import numpy as np
 
 from numpyro.diagnostics import effective_sample_size
 
-from numpyro_repulsion.warmup import NUM_DEVIATIONS
+from numpyro_repulsion.warmup.arrival import NUM_DEVIATIONS
 
 #: Why there is no figure: there is one; draws do not vary or are not finite; particles mix, each in its own place, but
 #: not with each other; the run is short compared with the mixing time of a particle.

@@ -15,7 +15,7 @@ from numpyro.infer import MCMC
 from numpyro_repulsion.checks import integer
 from numpyro_repulsion.diagnostics.ensembles import ensemble_mcse
 from numpyro_repulsion.gradients import FullData, Gradient, compiled, ravel_cloud
-from numpyro_repulsion.kernels import bound_of, chosen_draws, coupling_of, flat_values, kernel_of_run, latent_draws
+from numpyro_repulsion.kernels.runs import bound_of, chosen_draws, coupling_of, flat_values, kernel_of_run, latent_draws
 from numpyro_repulsion.rounding import matmul
 
 

@@ -27,8 +27,8 @@ from numpyro_repulsion.inference_data.rows import (
     pointwise,
     whole,
 )
-from numpyro_repulsion.kernels import (
-    ParticleKernel,
+from numpyro_repulsion.kernels import ParticleKernel
+from numpyro_repulsion.kernels.runs import (
     bound_of,
     coupling_of,
     has_other_data,

@@ -23,7 +23,7 @@ from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped
 from numpyro_repulsion.findings import MAX_FLAGGED, Diagnosis, Finding, flagged_updates
 from numpyro_repulsion.gradients import Gradient, compiled, is_traced, ravel_cloud
 from numpyro_repulsion.interactions import Balanced, Coupling, Interaction
-from numpyro_repulsion.kernels import initialization, warmup_host, warmup_programs
+from numpyro_repulsion.kernels import initialization, requirements, warmup_host, warmup_programs
 from numpyro_repulsion.kernels.bound import (
     Binder,
     BoundSampler,
@@ -32,30 +32,15 @@ from numpyro_repulsion.kernels.bound import (
     preconditioner_scale,
     step_schedule,
 )
-from numpyro_repulsion.kernels.iteration import Iteration, Keys
+from numpyro_repulsion.kernels.iteration import Iteration
 from numpyro_repulsion.kernels.mcmc import arguments, calling_mcmc, collects_warmup
 from numpyro_repulsion.kernels.programs import Programs, compiler_options
-from numpyro_repulsion.kernels.requirements import (
-    can_jump,
-    check_data,
-    check_ensembles,
-    check_groups,
-    check_init_params,
-    check_jumps,
-    check_moves,
-    check_reparam,
-    check_sweeps,
-    require_agreement,
-    require_instance,
-    warn_of_short_warmup,
-)
 from numpyro_repulsion.kernels.state import (
     ParticleState,
     check_chains,
     check_state,
     map_particles,
     row_seed,
-    sampler_positions,
 )
 from numpyro_repulsion.kernels.warmup_programs import Frozen, Warming
 from numpyro_repulsion.layout import place_everywhere
@@ -159,29 +144,29 @@ class ParticleKernel(Settings, MCMCKernel):
             measured = step_size is None or isinstance(step_size, BiasBudget)
             measured &= is_auto(moves) or not moves  # Jumps cannot carry noise that K correlates.
             dynamics = (measured and self._measured_dynamics) or self._default_dynamics
-        require_instance("interaction", interaction, Interaction, "RBF(), Balanced() or Independent()")
-        require_instance("dynamics", dynamics, Dynamics, "Overdamped()")
+        requirements.require_instance("interaction", interaction, Interaction, "RBF(), Balanced() or Independent()")
+        requirements.require_instance("dynamics", dynamics, Dynamics, "Overdamped()")
         interaction, dynamics = cast(Interaction, interaction), cast(Dynamics, dynamics)
         if not (is_auto(gradient) or gradient == "plain"):
-            require_instance("gradient", gradient, Gradient, "FullData() or Subsampled()")
+            requirements.require_instance("gradient", gradient, Gradient, "FullData() or Subsampled()")
         if not is_auto(moves) and moves is not False:
-            check_moves(moves, interaction, dynamics)
-        check_sweeps(gradient, dynamics)
+            requirements.check_moves(moves, interaction, dynamics)
+        requirements.check_sweeps(gradient, dynamics)
         if not callable(init_strategy):
             raise TypeError(f"`init_strategy` must be callable, such as init_to_sample; got {init_strategy!r}.")
         self.model, self.potential_fn = model, potential_fn
         self.interaction, self.dynamics = interaction, dynamics
         self.gradient = gradient
         self.moves = moves if isinstance(moves, Move) else None
-        self.looks_for_basins = is_auto(moves) and can_jump(interaction, dynamics)
-        self.reparam = check_reparam(reparam)
+        self.looks_for_basins = is_auto(moves) and dynamics.allows_jumps(interaction.interacts)
+        self.reparam = requirements.check_reparam(reparam)
         self.num_steps = integer("`num_steps`", num_steps)
         self.num_ensembles = integer("`num_ensembles`", num_ensembles)
         self.init_strategy = init_strategy
         self.step_size, self.schedule = step_schedule(step_size, dynamics, self.num_steps)
         self.preconditioner = preconditioner
         self.scale = preconditioner_scale(preconditioner)
-        check_ensembles(interaction, self.num_ensembles)
+        requirements.check_ensembles(interaction, self.num_ensembles)
         self._prepare()
 
     @property
@@ -195,7 +180,7 @@ class ParticleKernel(Settings, MCMCKernel):
         if mcmc is None or not isinstance(state := mcmc.post_warmup_state, ParticleState):
             return True
         self._num_shown = int(np.max(state.num_flagged_updates))
-        require_agreement(self, mcmc, None, 0, state, *arguments(mcmc))
+        requirements.require_agreement(self, mcmc, None, 0, state, *arguments(mcmc))
         has_chains, bound = check_chains(state, mcmc), self.bind(*arguments(mcmc))
         bound.gradient.share(bound.target)
         mcmc.post_warmup_state = self.resumed(state, *arguments(mcmc))
@@ -302,25 +287,20 @@ class ParticleKernel(Settings, MCMCKernel):
             rng_key = rng_key[None]
             init_params = jax.tree.map(lambda x: jnp.asarray(x)[None], init_params)
         size, self._num_shown = rng_key.shape[0], 0
-        check_groups(size, self.num_ensembles, self.interaction.interacts)
+        requirements.check_groups(size, self.num_ensembles, self.interaction.interacts)
         if num_warmup == 0 and self.schedule is None:
             raise ValueError("With num_warmup=0 the step size cannot be adapted; give `step_size`, or num_warmup=1000.")
-        require_agreement(self, mcmc, rng_key, num_warmup, init_params, model_args, model_kwargs)
+        requirements.require_agreement(self, mcmc, rng_key, num_warmup, init_params, model_args, model_kwargs)
         bound = self.bind(model_args, model_kwargs)
-        check_data(bound.target, bound.gradient, mcmc, size, left_out)
-        check_init_params(init_params, bound.target, size)
+        requirements.check_data(bound.target, bound.gradient, mcmc, size, left_out)
+        requirements.check_init_params(init_params, bound.target, size)
         if self.moves is not None:
-            check_jumps(self.moves, bound.gradient, bound.target, num_warmup, size)
+            requirements.check_jumps(self.moves, bound.gradient, bound.target, num_warmup, size)
         plan = bound.plan()
         how = None
         if num_warmup == 0 or not plan.learns:
-            how = Frozen(
-                on=(int(plan.epoch is not None), False),
-                has_warmed=False,
-                skips_warmup=False,
-                iteration=0,
-                is_single=is_single,
-            )
+            on = int(plan.epoch is not None), False
+            how = Frozen(on, skips_warmup=False, iteration=0, is_single=is_single)
         posterior_id = None
         if num_warmup > 0 or bound.gradient.has_reference:
             posterior_id = bound.posterior_id(init_params)
@@ -338,7 +318,7 @@ class ParticleKernel(Settings, MCMCKernel):
             )
         if not_jax_tracer(begun.cloud.z):
             initialization.check_start(bound, begun, init_params is not None)
-        warn_of_short_warmup(num_warmup if plan.arrives else 0)
+        requirements.warn_of_short_warmup(num_warmup if plan.arrives else 0)
         return begun.state
 
     def warm(self, state: Warming, number: int, num_warmup: int, args, kwargs) -> Warming:
@@ -362,14 +342,8 @@ class ParticleKernel(Settings, MCMCKernel):
         :param skips_warmup: whether NumPyro's iterations of warmup pass without an update.
         """
         with hinting(self.model, args, kwargs or {}):
-            how = Frozen(
-                warmup_programs.what_is_on(self.bind(args, kwargs), state.warmup),
-                True,
-                skips_warmup,
-                iteration,
-                is_single,
-            )
-            return self.frozen_as(how, state, args, kwargs)
+            on = warmup_programs.what_is_on(self.bind(args, kwargs), state.warmup)
+            return self.frozen_as(Frozen(on, skips_warmup, iteration, is_single), state, args, kwargs)
 
     def frozen_as(self, how: Frozen, state: Warming, args, kwargs) -> ParticleState:
         """Return a state for which it is known what is on, also for the shapes of a warmup."""
@@ -393,8 +367,8 @@ class ParticleKernel(Settings, MCMCKernel):
         state = place_everywhere(given.with_particle_axis())
         iteration, cloud = self.parts(state, model_args, model_kwargs)
         learned, is_counted = iteration.with_references(cloud, state.learned), True
-        rng_key, keys = Keys.of(state.rng_key, self.num_steps, learned.jumps is not None)
-        now, learned = iteration.move(keys, cloud, learned, state.num_updates)
+        has_jump = learned.jumps is not None
+        rng_key, now, learned = iteration.move(state.rng_key, cloud, learned, state.num_updates, has_jump)
         if state.origin.has_warmed:
             is_counted = state.iteration >= state.num_warmup
         count = state.num_flagged_updates + jnp.where(is_counted, now.flagged.sum(), 0)
@@ -422,8 +396,8 @@ class ParticleKernel(Settings, MCMCKernel):
         bound = bound.behind_barrier()
         plan = bound.plan(state.learned.preconditioner.kind)
         check_state(state, self, bound.target, bound.gradient)
-        _, unravel = ravel_cloud(state.z)
-        flat, energy = sampler_positions(state)
+        flat, unravel = ravel_cloud(state.z)
+        flat, energy = state.coordinates or (flat, state.potential_energy)
         cloud = Cloud(state.learned.preconditioner.whiten(flat), energy, state.gradient, state.memory)
         cloud = jax.tree.map(lambda x: x.reshape(self.num_ensembles, -1, *x.shape[1:]), cloud)
         iteration = Iteration(bound, plan, unravel, row_seed(state), posterior_id, self.schedule)

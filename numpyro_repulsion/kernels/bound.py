@@ -35,7 +35,9 @@ from numpyro_repulsion.moves import Basins, Move
 from numpyro_repulsion.processes import is_spread
 from numpyro_repulsion.rows import Rows
 from numpyro_repulsion.schedules import BiasBudget, Cyclical, Schedule, as_schedule
-from numpyro_repulsion.warmup import LAST_ADAPTED, NUM_HESSIANS, WarmupPlan, most_late_iterations
+from numpyro_repulsion.warmup import WarmupPlan
+from numpyro_repulsion.warmup.arrival import most_late_iterations
+from numpyro_repulsion.warmup.windows import LAST_ADAPTED, NUM_HESSIANS
 
 
 class Settings:
@@ -330,7 +332,7 @@ class BoundSampler:
         :param automatic: the kind of scales of ``preconditioner="auto"``, which the start of a run chooses, and which
             the preconditioner has from then on. Nothing but the entry ``kind`` of the plan depends on it.
         """
-        kernel, is_noisy = self.kernel, self.gradient.is_noisy(self.target)
+        kernel, plates = self.kernel, self.target.plates
         rule = kernel.step_size if isinstance(kernel.step_size, BiasBudget) else None
         kind = kernel.scale if isinstance(kernel.scale, str) else None
         if kind == "auto":
@@ -343,9 +345,14 @@ class BoundSampler:
             has_reference=self.gradient.has_reference,
             epoch=self.gradient.epoch_length(self.target, kernel.num_steps),
             sweep=self.gradient.sweep_length(self.target),
-            late=most_late_iterations(self.target.plates, kernel.num_steps),
-            is_noisy=is_noisy,
+            late=most_late_iterations(plates, kernel.num_steps),
+            is_noisy=self.gradient.is_noisy(self.target),
             has_moves=kernel.moves is not None,
+            num_steps=kernel.num_steps,
+            tunes_bandwidth=kernel.interaction.tunes_bandwidth,
+            shares_minibatches=self.gradient.shared,
+            minibatch_size=min((batch for _, batch in plates.values()), default=1),
+            num_minibatches=max((-(-size // batch) for size, batch in plates.values()), default=1),
         )
 
 
@@ -389,12 +396,8 @@ def _fits(one, leaf):
 
 def _mark(leaf):
     """Return what identifies a leaf: the leaf itself, or a digest of an array that can change in place."""
-    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
-        digest = hashlib.blake2b(leaf.tobytes(), digest_size=16).digest()
-        return leaf.shape, leaf.dtype.str, digest
-    return leaf
+    return digest(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc" else leaf
 
 
 def _same(a, b):
-    """Return whether marks are the same objects or equal plain values."""
     return a is b or (type(a) is type(b) and isinstance(a, bool | int | float | complex | str | tuple) and a == b)

@@ -32,7 +32,9 @@ from numpyro_repulsion.kernels.state import ParticleState, last_word
 from numpyro_repulsion.kernels.warmup_programs import Frozen, Warming, freeze
 from numpyro_repulsion.layout import place_particles
 from numpyro_repulsion.starts import JointStrategy
-from numpyro_repulsion.warmup import MIN_PARTICLES, Preconditioner, WarmupState, first_scale
+from numpyro_repulsion.warmup import Preconditioner, WarmupState
+from numpyro_repulsion.warmup.preconditioner import first_scale
+from numpyro_repulsion.warmup.scales import MIN_PARTICLES
 
 MAX_DRAWS = 100
 #: Starts are contracted to this share of their distance from their median if that lowers energies by this factor; a
@@ -116,15 +118,17 @@ def start(
     suits = size >= MIN_PARTICLES and kernel.dynamics.is_sampler and not plan.has_moves and plan.epoch is None
     has_hierarchies = bool(target.location_scale or target.num_products)
     centering = Centering.none(target, u.shape[2], u.dtype) if learns and suits and has_hierarchies else None
-    warmup = WarmupState.start(num_warmup, change, first, bandwidth, cloud, plan, jumps, centering, units)
-    warmup = warmup._replace(posterior_id=posterior_id)
+    data_fingerprint = None
     if num_warmup > 0:
         # At the largest |U| its terms hardly cancel, so rounding errors are small compared with it.
         position = flat[jnp.argmax(jnp.abs(energy))]
-        warmup = warmup._replace(data_fingerprint=(position, fingerprint(target, ravel_cloud(z)[1], position)))
+        data_fingerprint = position, fingerprint(target, ravel_cloud(z)[1], position)
+    known = {"posterior_id": posterior_id, "data_fingerprint": data_fingerprint}
     state = Warming(
         cloud=cloud,
-        warmup=warmup,
+        warmup=WarmupState.start(
+            num_warmup, change, first, bandwidth, cloud, plan, units, centering=centering, jumps=jumps, **known
+        ),
         num_updates=jnp.zeros((), jnp.int32),
         rng_key=state_key,
         row_seed=None if type(bound.gradient).at is Gradient.at else last_word(memory_key),

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 from jax import lax, random
@@ -50,18 +50,8 @@ from numpyro_repulsion.layout import Layout
 from numpyro_repulsion.rounding import AnyArray
 from numpyro_repulsion.warmup import Coordinates, Learned, WarmupPlan, WarmupState
 
-
-class Keys(NamedTuple):
-    """The random keys of an iteration, all from one split, because each split takes a tenth of a second to compile."""
-
-    jump: jax.Array | None
-    updates: jax.Array  # ``(num_steps,)``
-
-    @staticmethod
-    def of(key: jax.Array, num_steps: int, has_jump: bool) -> tuple[jax.Array, Keys]:
-        """Return the key of the next iteration, and the keys of this one."""
-        keys = random.split(key, 1 + has_jump + num_steps)
-        return keys[0], Keys(keys[1] if has_jump else None, keys[1 + has_jump :])
+#: What has a preconditioner, a centering and a reference.
+Where: TypeAlias = Learned | WarmupState | Coordinates
 
 
 class Progress(NamedTuple):
@@ -141,20 +131,15 @@ class Iteration:
     def num_steps(self) -> int:
         return self.bound.kernel.num_steps
 
-    @property
-    def shares_minibatches(self) -> bool:
-        return self.bound.gradient.shared
-
-    def target(self, learned: Learned | WarmupState | Coordinates) -> Target:
+    def target(self, learned: Where) -> Target:
         """Return the posterior in the coordinates that the preconditioner whitens."""
         return self.bound.target if learned.centering is None else self.centered(learned.centering)
 
     def layout(self, u: Float[Array, "*particles d"]) -> Layout:
         """Return how a cloud lies on the devices."""
-        shape = u.shape[0], u.shape[1], u.shape[2]
-        return Layout.of(shape, self.interaction.interacts or self.dynamics.interacts)
+        return Layout.of(u.shape, self.interaction.interacts or self.dynamics.interacts)
 
-    def recover(self, learned: Learned | WarmupState | Coordinates, u: Float[Array, "*particles d"]) -> Recovered:
+    def recover(self, learned: Where, u: Float[Array, "*particles d"]) -> Recovered:
         """Return the particles ``(..., d)`` in the coordinates of the model."""
         y = learned.preconditioner.to_positions(u)
         target = self.target(learned)
@@ -167,9 +152,7 @@ class Iteration:
         # Only models have sites that can be centered.
         return CenteredTarget(cast(ModelTarget, self.bound.target), centering, self.unravel)
 
-    def energy_and_grad(
-        self, learned: Learned | WarmupState | Coordinates, num_updates: Integer[Array, ""] | None = None
-    ) -> Callable:
+    def energy_and_grad(self, learned: Where, num_updates: Integer[Array, ""] | None = None) -> Callable:
         """Return ``(key, u) -> (U, ∇U)``, with an optional third argument, the order of control variates; without a
         number of updates, on rows that no update depends on."""
         gradient, target = self.bound.gradient, self.target(learned)
@@ -192,12 +175,11 @@ class Iteration:
     ) -> Reference:
         """Return the reference with U and ∇U over all rows at its position, and ∇²U if it has one."""
         new = evaluate_reference(key, self.bound.target, self.unravel, reference, num_particles, with_hessian)
-        # What the host said. Where it said nothing, any words say that there is a reference.
+        # Where the host said nothing of the data, any words say that there is a reference.
         known = jnp.maximum(reference.posterior_id, 1) if self.posterior_id is None else self.posterior_id
         return new._replace(posterior_id=jnp.asarray(known, jnp.uint32))
 
     def step_size(self, learned: Learned, num_updates: jax.Array) -> jax.Array:
-        """Return ε of the next update."""
         value = learned.step_size if self.schedule is None else self.schedule(num_updates)
         return jnp.asarray(value, learned.step_size.dtype)
 
@@ -228,12 +210,17 @@ class Iteration:
         return now, learned._replace(jumps=jumps)
 
     def move(
-        self, keys: Keys, cloud: Cloud, learned: Learned, num_updates: Integer[Array, ""]
-    ) -> tuple[Progress, Learned]:
-        """Make ``num_steps`` updates, after one jump if there are jumps; `halved_series` does so with two clouds."""
-        now, learned = self.begin(keys.jump, cloud, num_updates, learned)
-        now, _ = lax.scan(lambda now, key: (self._update(key, now, learned), None), now, keys.updates)
-        return now, self.ended(learned)
+        self, key: jax.Array, cloud: Cloud, learned: Learned, num_updates: Integer[Array, ""], has_jump: bool
+    ) -> tuple[jax.Array, Progress, Learned]:
+        """Make ``num_steps`` updates, after one jump if there are jumps; `halved_series` does so with two clouds.
+
+        :return: the key of the next iteration, what has changed, and what was learned.
+        """
+        # All keys from one split, because each split takes a tenth of a second to compile.
+        keys = random.split(key, 1 + has_jump + self.num_steps)
+        now, learned = self.begin(keys[1] if has_jump else None, cloud, num_updates, learned)
+        now, _ = lax.scan(lambda now, key: (self._update(key, now, learned), None), now, keys[1 + has_jump :])
+        return keys[0], now, self.ended(learned)
 
     def ended(self, learned: Learned, num_steps: int | None = None) -> Learned:
         """Return what was learned, with references older, after the last update of an iteration."""
@@ -249,7 +236,6 @@ class Iteration:
         return first, second
 
     def _update(self, key, now, learned):
-        """Make one update."""
         interaction_key = None
         if self.interaction.is_redrawn:
             key, interaction_key = random.split(key)
@@ -309,13 +295,7 @@ class Iteration:
         due = is_stale | (reference.age >= self.plan.epoch)
         return learned._replace(reference=self.renewed(due, cloud, learned, is_stale))
 
-    def renewed(
-        self,
-        due: Bool[Array, ""],
-        cloud: Cloud,
-        learned: Learned | WarmupState | Coordinates,
-        is_stale: Bool[Array, ""],
-    ) -> Reference:
+    def renewed(self, due: Bool[Array, ""], cloud: Cloud, learned: Where, is_stale: Bool[Array, ""]) -> Reference:
         """Move each particle's reference to its current position, if that is due."""
         reference: Any = learned.reference
 

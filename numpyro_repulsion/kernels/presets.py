@@ -32,8 +32,7 @@ class SGLD(ParticleKernel):
 
         >>> from jax import random
         >>> import jax.numpy as jnp
-        >>> import numpyro
-        >>> import numpyro.distributions as dist
+        >>> import numpyro, numpyro.distributions as dist
         >>> from numpyro.infer import MCMC
         >>> from numpyro_repulsion import SGLD
 
@@ -90,8 +89,7 @@ class SGLDR(ParticleKernel):
     .. doctest::
 
         >>> from jax import random
-        >>> import numpyro
-        >>> import numpyro.distributions as dist
+        >>> import numpyro, numpyro.distributions as dist
         >>> from numpyro.infer import MCMC
         >>> from numpyro_repulsion import SGLDR
 
@@ -166,8 +164,7 @@ class SGHMC(ParticleKernel):
     .. doctest::
 
         >>> from jax import random
-        >>> import numpyro
-        >>> import numpyro.distributions as dist
+        >>> import numpyro, numpyro.distributions as dist
         >>> from numpyro.infer import MCMC
         >>> from numpyro_repulsion import SGHMC
         >>> def model():
@@ -205,8 +202,7 @@ class SGHMCR(ParticleKernel):
     .. doctest::
 
         >>> from jax import random
-        >>> import numpyro
-        >>> import numpyro.distributions as dist
+        >>> import numpyro, numpyro.distributions as dist
         >>> from numpyro.infer import MCMC
         >>> from numpyro_repulsion import SGHMCR
         >>> def model():
@@ -240,8 +236,7 @@ class SGNHT(ParticleKernel):
     .. doctest::
 
         >>> from jax import random
-        >>> import numpyro
-        >>> import numpyro.distributions as dist
+        >>> import numpyro, numpyro.distributions as dist
         >>> from numpyro.infer import MCMC
         >>> from numpyro_repulsion import SGNHT
         >>> def model():
@@ -276,8 +271,7 @@ class SGNHTR(ParticleKernel):
     .. doctest::
 
         >>> from jax import random
-        >>> import numpyro
-        >>> import numpyro.distributions as dist
+        >>> import numpyro, numpyro.distributions as dist
         >>> from numpyro.infer import MCMC
         >>> from numpyro_repulsion import SGNHTR
         >>> def model():

@@ -25,7 +25,7 @@ from numpyro_repulsion.layout import PARTICLES, check_mesh, num_devices
 from numpyro_repulsion.moves import Move
 from numpyro_repulsion.processes import agree, are_several, is_spread
 from numpyro_repulsion.rows import Rows
-from numpyro_repulsion.warmup import MIN_WARMUP
+from numpyro_repulsion.warmup.learned import MIN_WARMUP
 
 
 def described(kernel: Settings, args: tuple, kwargs: dict) -> dict[str, Any]:
@@ -93,7 +93,6 @@ MAX_COPIES = 7
 
 
 def require_instance(name: str, value: object, kind: type, example: str) -> None:
-    """Raise ``TypeError`` if a value is not an instance of a kind of part."""
     if not isinstance(value, kind):
         called = f"; call it, `{value.__name__}()`" if isinstance(value, type) else ""
         raise TypeError(f"`{name}` must be an instance such as {example}; got {value!r}{called}.")
@@ -196,17 +195,12 @@ def _warn_of_copies(target, mcmc):
     )
 
 
-def can_jump(interaction: Interaction, dynamics: Dynamics) -> bool:
-    """Return whether jumps preserve the stationary distribution."""
-    return dynamics.allows_jumps(interaction.interacts)
-
-
 def check_moves(moves: object, interaction: Interaction, dynamics: Dynamics) -> None:
     """Raise ``ValueError`` if jumps do not preserve the stationary distribution of the dynamics."""
     require_instance("moves", moves, Move, "Archive()")
     if not dynamics.is_sampler:
         raise ValueError(f"`moves` need a sampler, and {dynamics!r} is not one: drop `moves`.")
-    if not can_jump(interaction, dynamics):
+    if not dynamics.allows_jumps(interaction.interacts):
         raise ValueError(
             "`moves` cannot be combined with noise that is averaged over two updates and correlated by K: use "
             "dynamics=Overdamped('euler'), or an interaction with K = I, such as Balanced()."

@@ -14,7 +14,7 @@ from numpyro.infer import MCMC
 
 from numpyro_repulsion.digests import digest, words
 from numpyro_repulsion.dynamics import Cloud
-from numpyro_repulsion.gradients import Gradient, ModelTarget, Particle, Target, ravel_cloud
+from numpyro_repulsion.gradients import Gradient, ModelTarget, Particle, Target
 from numpyro_repulsion.kernels.bound import Settings
 from numpyro_repulsion.kernels.iteration import Iteration
 from numpyro_repulsion.layout import place_particles
@@ -194,7 +194,6 @@ class ParticleState(NamedTuple):
 
 
 def last_word(key: jax.Array) -> jax.Array:
-    """Return the last 32 bits of a PRNG key."""
     return random.key_data(key).ravel()[-1]
 
 
@@ -205,11 +204,6 @@ def row_seed(state: ParticleState) -> jax.Array | None:
     seed, known = state.row_seed
     word = last_word(state.rng_key)
     return jnp.where(word == known, seed, word)
-
-
-def sampler_positions(state: ParticleState) -> tuple[jax.Array, jax.Array]:
-    """Return the positions in the coordinates of the sampler, before whitening, ``(L, d)``, and U there, ``(L,)``."""
-    return (ravel_cloud(state.z)[0], state.potential_energy) if state.coordinates is None else state.coordinates
 
 
 def map_particles(fn, state: ParticleState) -> ParticleState:

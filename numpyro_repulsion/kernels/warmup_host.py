@@ -24,40 +24,51 @@ from numpyro_repulsion.kernels.programs import Programs, compiler_options
 from numpyro_repulsion.kernels.warmup_programs import Judged, Warming, WindowInfo, what_is_on
 from numpyro_repulsion.processes import are_several
 from numpyro_repulsion.warmup import (
-    ARRIVED,
-    FREEZE,
-    LEARNERS,
-    MIN_SPREAD,
-    UNKNOWN,
     Coordinates,
-    Learner,
     Measured,
+    Preconditioner,
     Timetable,
     WarmupDiagnosis,
     WarmupPlan,
     WarmupState,
     Window,
-    diagnose_warmup,
-    draw_seed,
 )
+from numpyro_repulsion.warmup.arrival import update_arrival, update_prolongation
+from numpyro_repulsion.warmup.bandwidth import update_bandwidth
+from numpyro_repulsion.warmup.curvature import UNKNOWN, draw_seed
+from numpyro_repulsion.warmup.learned import diagnose_warmup, update_symptoms
+from numpyro_repulsion.warmup.scales import MIN_SPREAD, update_centering, update_scales
+from numpyro_repulsion.warmup.state import Learner
+from numpyro_repulsion.warmup.step_size import update_reference, update_step_size
+from numpyro_repulsion.warmup.windows import ARRIVED, FREEZE
 
 
 def _update_jumps(rng, window, warmup, cloud, sampler):
-    """Update what jumps have learned."""
-    del rng
     if warmup.jumps is None:
         return warmup, cloud
     jumps = sampler.bound.moves.learn(window, warmup.jumps, warmup, cloud, sampler.dynamics.temperature)
     return warmup._replace(jumps=jumps), cloud
 
 
-#: In calling order.
-ALL_LEARNERS: tuple[Learner, ...] = (*LEARNERS, _update_jumps)
+#: In calling order: lost particles return by energies in the old coordinates, so other coordinates come after that, and
+#: before a reference in them. New scales come after the reference, whose noise they account for, and before what is
+#: measured in them.
+LEARNERS: tuple[Learner, ...] = (
+    update_symptoms,
+    update_arrival,
+    update_centering,
+    update_reference,
+    update_scales,
+    update_bandwidth,
+    update_step_size,
+    update_prolongation,
+    _update_jumps,
+)
 
 
 @dataclass(frozen=True, eq=False)
 class HostSampler:
-    """What learners may use of a bound sampler, :class:`~numpyro_repulsion.warmup.Sampler`, by programs."""
+    """What learners may use of a bound sampler, by programs. Arrays are those of the host."""
 
     bound: BoundSampler
     plan: WarmupPlan
@@ -67,26 +78,6 @@ class HostSampler:
     @property
     def dynamics(self):
         return self.bound.kernel.dynamics
-
-    @property
-    def num_steps(self):
-        return self.bound.kernel.num_steps
-
-    @property
-    def tunes_bandwidth(self):
-        return self.bound.kernel.interaction.tunes_bandwidth
-
-    @property
-    def shares_minibatches(self):
-        return self.bound.gradient.shared
-
-    @property
-    def minibatch_size(self):
-        return min((batch for _, batch in self.bound.target.plates.values()), default=1)
-
-    @property
-    def num_minibatches(self):
-        return max((-(-size // batch) for size, batch in self.bound.target.plates.values()), default=1)
 
     def _run(self, function, settings, *arrays, num_gradients=0):
         """Return on the host what a program returns, for arrays of which the host may have made floats more precise."""
@@ -103,7 +94,7 @@ class HostSampler:
             return jax.device_get(self.programs(function, self.bound, settings, *arrays, options=options))
 
     def _coordinates(self, warmup):
-        return Coordinates(warmup.preconditioner, warmup.centering, warmup.reference), self.state.prototype
+        return Coordinates(warmup.preconditioner, warmup.centering, warmup.reference, self.state.prototype)
 
     def _couple(self, u, bandwidth, is_new=False):
         # Each window measures along directions of its own.
@@ -111,26 +102,31 @@ class HostSampler:
         return self._run(warmup_programs.couple, None, u, bandwidth, np.bool_(is_new), self.state.rng_key, seed)
 
     def couple(self, u, bandwidth):
+        """Return the bound and the diagonal of K for particles ``(G, L, d)``; it has no operations."""
         _, bound, diagonal, _, is_identity = self._couple(u, bandwidth)
         return Coupling.of_figures(bound, diagonal, is_identity)
 
     def steepness(self, u, bandwidth):
+        """Return how fast Γ changes along a random direction."""
         return self._couple(u, bandwidth)[3]
 
     def bandwidth_of(self, u):
+        """Return the bandwidth by the rule of the interaction."""
         return self._couple(u, self.state.warmup.bandwidth, is_new=True)[0]
 
     def best_bandwidth(self, u, rule, tolerance):
         return self._run(warmup_programs.best_bandwidth, tolerance, u, rule)
 
     def gradients(self, warmup):
+        """Return the function for gradients in whitened coordinates."""
         return lambda cases: (gradient for _, gradient in self._evaluated(warmup, cases))
 
     def energy_and_grad(self, warmup, seed, u):
+        """Return U and ∇U on the minibatch of a seed."""
         return next(self._evaluated(warmup, [(seed, u, 0)]))
 
     def _evaluated(self, warmup, cases):
-        """Yield U and ∇U for each case of :data:`~numpyro_repulsion.warmup.Gradients`, by one program."""
+        """Yield U and ∇U for each case of :data:`~numpyro_repulsion.warmup.curvature.Gradients`, by one program."""
         where, u, cases = self._coordinates(warmup), self.state.cloud.z, iter(cases)
         # So many points at once, and fewer where these have more numbers in all.
         most = int(np.clip(2**16 // u.size, 4, 64))
@@ -141,41 +137,36 @@ class HostSampler:
                 seeds[i], points[i], orders[i] = case
             rest = self.state.rng_key, seeds, points, orders, np.int32(count)
             # A warmup evaluates about 500 gradients of the cloud for its measurements.
-            found = self._run(warmup_programs.gradients, None, *where, *rest, num_gradients=500)
+            found = self._run(warmup_programs.gradients, None, where, *rest, num_gradients=500)
             yield from zip(*(x[:count] for x in found), strict=True)
 
     def energy_on_common_rows(self, warmup, u):
-        return self._run(warmup_programs.energy_on_common_rows, None, *self._coordinates(warmup), u)
+        return self._run(warmup_programs.energy_on_common_rows, None, self._coordinates(warmup), u)
 
     def energy_to_compare(self, centering, y):
-        return self._run(warmup_programs.energy_to_compare, None, centering, self.state.prototype, y)
+        where = Coordinates(Preconditioner(), centering, None, self.state.prototype)
+        return self._run(warmup_programs.energy_to_compare, None, where, y)
 
     def recover(self, warmup, u, learns):
-        return self._run(warmup_programs.recover, MIN_SPREAD if learns else None, *self._coordinates(warmup), u)
+        """Return the centering, if it ``learns`` with powers and bases by gradients, and particles of the model."""
+        return self._run(warmup_programs.recover, MIN_SPREAD if learns else None, self._coordinates(warmup), u)
 
     def to_coordinates(self, centering, found):
-        return self._run(warmup_programs.to_coordinates, None, *self._coordinates(self.state.warmup), centering, found)
+        return self._run(warmup_programs.to_coordinates, None, self._coordinates(self.state.warmup), centering, found)
 
     def evaluate_reference(self, rng, warmup, reference, with_hessian):
         size, seed = self.state.cloud.potential_energy.size, np.uint32(draw_seed(rng))
+        reference = reference._replace(posterior_id=warmup.posterior_id)
         where = self._coordinates(warmup._replace(reference=None))
-        passes = reference.hessian.units.num_probes * self.num_minibatches // size if with_hessian else 0
-        found = self._run(
-            warmup_programs.evaluate_reference,
-            (size, with_hessian),
-            *where,
-            reference,
-            self.state.rng_key,
-            seed,
-            num_gradients=passes,
-        )
-        # What the host said of the data. Where it said nothing, any words say that there is a reference.
-        return found._replace(posterior_id=np.maximum(warmup.posterior_id, 1))
+        passes = reference.hessian.units.num_probes * self.plan.num_minibatches // size if with_hessian else 0
+        rest = reference, self.state.rng_key, seed
+        program, settings = warmup_programs.evaluate_reference, (size, with_hessian)
+        return self._run(program, settings, where, *rest, num_gradients=passes)
 
     def mean_curvature(self, warmup, u):
         units = warmup.reference.hessian.units
         number = units.num_globals + units.size
-        return self._run(warmup_programs.mean_curvature, None, *self._coordinates(warmup), u, num_gradients=number)
+        return self._run(warmup_programs.mean_curvature, None, self._coordinates(warmup), u, num_gradients=number)
 
     def settled(self, cloud, step_size, noise):
         if type(self.dynamics).settled is Dynamics.settled:
@@ -188,20 +179,18 @@ def _like(given: Any, new: Any) -> Any:
     return jax.tree.map(lambda old, value: value if value is old else np.asarray(value, old.dtype), given, new)
 
 
-def _timetable(plan: WarmupPlan, warmup: WarmupState) -> Timetable:
-    return Timetable(int(warmup.num_warmup), bool(warmup.arrival.is_prolonged), plan.late)
-
-
 def info_of(plan: WarmupPlan, timetable: Timetable, warmup: WarmupState, iteration: int) -> WindowInfo:
     """Return what the iteration after so many others needs to know of its window."""
-    noise = warmup._replace(step=jax.device_get(warmup.step)).noise if plan.is_noisy and plan.measures else 0.0
+    noise = 0.0
+    if plan.is_noisy and plan.measures:
+        noise = warmup._replace(measurements=jax.device_get(warmup.measurements)).noise
     begins, ends = map(np.int32, timetable.half_of_arrival(iteration))
     return WindowInfo(
         np.int32(timetable.next_end(iteration)),
         np.int32(timetable.at(ARRIVED)),
         (begins, ends),
         np.bool_(iteration < timetable.at(FREEZE)),
-        np.asarray(noise, warmup.step.size.dtype),
+        np.asarray(noise, warmup.step_size.dtype),
     )
 
 
@@ -211,11 +200,12 @@ def warm(bound: BoundSampler, programs: Programs, options: dict[str, Any], state
     done = int(state.warmup.iteration)
     last = done + number
     while done < last:
-        timetable = _timetable(plan, state.warmup)
+        timetable = Timetable(int(state.warmup.num_warmup), bool(state.warmup.arrival.is_prolonged), plan.late)
+        is_arriving = plan.arrives and timetable.is_arriving(done)
         if timetable.is_beginning(done):
-            state = _without_sums(state, plan.arrives and timetable.is_arriving(done))
+            state = _without_sums(state, is_arriving)
         stop = min(last, timetable.next_stop(done))
-        step = warmup_programs.approach if plan.arrives and timetable.is_arriving(done) else warmup_programs.travel
+        step = warmup_programs.approach if is_arriving else warmup_programs.travel
         info = info_of(plan, timetable, state.warmup, done)
         state = programs(step, bound, None, state, info, np.int32(stop - done), options=options)
         done = stop
@@ -227,19 +217,18 @@ def warm(bound: BoundSampler, programs: Programs, options: dict[str, Any], state
 def iterations_of(bound: BoundSampler, state: Warming) -> list[Callable[[Warming], Warming]]:
     """Return the functions of the iterations of a warmup: while particles arrive, and afterwards."""
     plan, whole = bound.plan(state.warmup.preconditioner.kind), np.int32(0)
-    info = WindowInfo(whole, whole, (whole, whole), np.False_, np.zeros((), state.warmup.step.size.dtype))
+    info = WindowInfo(whole, whole, (whole, whole), np.False_, np.zeros((), state.warmup.step_size.dtype))
     steps = (warmup_programs.approach, warmup_programs.travel) if plan.arrives else (warmup_programs.travel,)
     return [partial(step, bound, None, window=info, number=1) for step in steps]
 
 
 def _without_sums(state, is_arriving):
     """Return the state where the sums of a window begin."""
-    scales, arrival = state.warmup.scales, state.warmup.arrival
+    warmup, arrival = state.warmup, state.warmup.arrival
     empty = partial(jax.tree.map, lambda x: _put(x, np.zeros(x.shape, x.dtype)))
     if is_arriving and arrival.surroundings is not None:
         arrival = arrival._replace(surroundings=empty(arrival.surroundings))
-    scales = scales._replace(moments=empty(scales.moments))
-    return state._replace(warmup=state.warmup._replace(scales=scales, arrival=arrival))
+    return state._replace(warmup=warmup._replace(moments=empty(warmup.moments), arrival=arrival))
 
 
 def _learn(bound, plan, programs, window, state):
@@ -252,7 +241,7 @@ def _learn(bound, plan, programs, window, state):
     warmup, cloud = on_host
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        for learner in ALL_LEARNERS:
+        for learner in LEARNERS:
             warmup, cloud = found = _like(on_host, learner(rng, window, warmup, cloud, sampler))
     if are_several():
         found = multihost_utils.broadcast_one_to_all(found)
@@ -270,12 +259,13 @@ def _put(x: jax.Array, value: np.ndarray) -> jax.Array:
 
 def judge(bound: BoundSampler, plan: WarmupPlan, state: Warming) -> Judged:
     """Return what the host says of a warmup at its end."""
-    kernel, like = bound.kernel, state.warmup.step.size
+    kernel, dynamics, like = bound.kernel, bound.kernel.dynamics, state.warmup.step_size
     if isinstance(like, (jax.core.Tracer, jax.ShapeDtypeStruct)):
         is_judged, one = plan.measures or plan.has_moves, np.zeros((), like.dtype)
         numbers = (np.zeros(len(names._fields), like.dtype) for names in (Measured, WarmupDiagnosis))
         return Judged(one, *(numbers if is_judged else (None, None)))
     warmup = jax.device_get(state.warmup)
+    known = warmup.measurements
 
     def packed(numbers):
         found = np.asarray([float(x) for x in numbers], like.dtype)
@@ -284,10 +274,13 @@ def judge(bound: BoundSampler, plan: WarmupPlan, state: Warming) -> Judged:
     with np.errstate(all="ignore"):
         extreme = np.zeros((), like.dtype)
         if plan.measures:
-            extreme = np.asarray(warmup.measurements.mean_extreme_gradient[warmup.order], like.dtype)
+            extreme = np.asarray(known.mean_extreme_gradient[warmup.order], like.dtype)
         if not (plan.measures or plan.has_moves):
             return Judged(extreme, None, None)
         is_jumping = None if kernel.moves is None else what_is_on(bound, warmup)[1]
         is_swept = isinstance(kernel.gradient, Sweeps)
-        problems = diagnose_warmup(warmup, plan.rule, kernel.dynamics, is_jumping, is_swept)
-        return Judged(extreme, packed(Measured.of(warmup, kernel.dynamics)), packed(problems))
+        curvature = known.high_curvature, known.largest_curvature, known.typical_steepness
+        noise = warmup.noise, warmup.isotropic_noise
+        measured = Measured(*curvature, *noise, warmup.spread(dynamics), warmup.bias, warmup.mean_bias)
+        problems = diagnose_warmup(warmup, plan.rule, dynamics, is_jumping, is_swept)
+        return Judged(extreme, packed(measured), packed(problems))

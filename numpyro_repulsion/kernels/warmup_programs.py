@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax, random
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Integer
+from jaxtyping import Bool, Float, Integer
 import numpy as np
 
 from numpyro_repulsion.dynamics import Cloud
@@ -36,21 +36,14 @@ from numpyro_repulsion.gradients import (
     ravel_cloud,
 )
 from numpyro_repulsion.kernels.bound import BoundSampler
-from numpyro_repulsion.kernels.iteration import Iteration, Keys, coordinate_limit, length_limit, warmup_limit
+from numpyro_repulsion.kernels.iteration import Iteration, coordinate_limit, length_limit, warmup_limit
 from numpyro_repulsion.kernels.state import Origin, ParticleState, map_particles
 from numpyro_repulsion.layout import place_everywhere
 from numpyro_repulsion.rounding import AnyArray
-from numpyro_repulsion.warmup import (
-    Coordinates,
-    Learned,
-    Preconditioner,
-    WarmupState,
-    arrive,
-    best_bandwidth as _best_bandwidth,
-    descend,
-    measure_steepness,
-    svgd_direction,
-)
+from numpyro_repulsion.warmup import Coordinates, Learned, WarmupState
+from numpyro_repulsion.warmup.adam import descend, svgd_direction
+from numpyro_repulsion.warmup.arrival import arrive
+from numpyro_repulsion.warmup.bandwidth import best_bandwidth as _best_bandwidth, measure_steepness
 
 
 class Warming(NamedTuple):
@@ -80,25 +73,25 @@ class WarmupIteration(Iteration):
     def approach(self, state: Warming, window: WindowInfo) -> Warming:
         """Make one iteration in which particles arrive."""
         cloud, warmup = state.cloud, state.warmup
-        rng_key, keys = Keys.of(state.rng_key, self.num_steps, False)
+        keys = random.split(state.rng_key, 1 + self.num_steps)
         begins, ends = window.half
         share_done = (warmup.iteration - begins) / jnp.maximum(ends - begins, 1)
 
         def update(carry, key):
             return self._approach(key, share_done, carry, warmup), None
 
-        (position, arrival), _ = lax.scan(update, (cloud[:3], warmup.arrival), keys.updates)
+        (position, arrival), _ = lax.scan(update, (cloud[:3], warmup.arrival), keys[1:])
         cloud = Cloud(*position, cloud.memory)
         if arrival.surroundings is not None:
             seen = arrival.surroundings.add(cloud.potential_energy, cloud.gradient)
             arrival = arrival._replace(surroundings=seen)
-        return self._counted(state._replace(rng_key=rng_key), window, cloud, warmup._replace(arrival=arrival))
+        return self._counted(state._replace(rng_key=keys[0]), window, cloud, warmup._replace(arrival=arrival))
 
     def travel(self, state: Warming, window: WindowInfo) -> Warming:
         """Make one iteration of the sampler."""
-        rng_key, keys = Keys.of(state.rng_key, self.num_steps, True)
         warmup = self._with_window_references(window, state.cloud, state.warmup)
-        progress, learned = self.move(keys, state.cloud, self.learned(warmup, window.noise), state.num_updates)
+        learned = self.learned(warmup, window.noise)
+        rng_key, progress, learned = self.move(state.rng_key, state.cloud, learned, state.num_updates, True)
         cloud, bandwidth, symptoms = progress.cloud, warmup.bandwidth, warmup.symptoms
         warmup = warmup._replace(jumps=learned.jumps, reference=learned.reference)
         if self.plan.learns_bandwidth:
@@ -120,26 +113,26 @@ class WarmupIteration(Iteration):
         iteration, jumps = warmup.iteration + 1, warmup.jumps
         if (moves := self.bound.moves) is not None and jumps is not None:
             jumps = moves.record(jumps, warmup.preconditioner, cloud, iteration - window.arrived)
-        scales = warmup.scales._replace(moments=moments)
         return state._replace(
             cloud=cloud,
-            warmup=warmup._replace(iteration=iteration, scales=scales, jumps=jumps),
+            warmup=warmup._replace(iteration=iteration, moments=moments, jumps=jumps),
             num_updates=state.num_updates + self.num_steps,
         )
 
     def learned(self, warmup: WarmupState, noise: Any, is_warmup: bool = True) -> Learned:
         """Return what is learned so far, for updates of the sampler.
 
-        :param noise: the variance of the gradient noise in warmup, and its extremes afterwards.
+        :param noise: the variance of the gradient noise in warmup, and its extremes afterwards; ``None`` if unknown.
         """
         limit = None
-        if self.plan.kind is not None and self.plan.measures and warmup.scales.moments is not None:
+        if self.plan.kind is not None and self.plan.measures and noise is not None:
             if self.plan.is_noisy:
                 limit = warmup_limit(noise) if is_warmup else coordinate_limit(noise)
             else:
                 # Whitened positions and gradients have equal variances: 1 for a Gaussian, far more if modes lie apart.
                 limit = length_limit(jnp.fmax(warmup.moments.variances(), 1.0))
-        return Learned.of(warmup, limit)
+        now = warmup
+        return Learned(now.preconditioner, now.centering, now.step_size, now.bandwidth, limit, now.reference, now.jumps)
 
     def _approach(self, key, share_done, carry, warmup):
         """Make one update of arriving particles, each by itself unless their arrival is prolonged."""
@@ -149,7 +142,7 @@ class WarmupIteration(Iteration):
         warmup = warmup._replace(reference=None)
         if arrival.is_prolonged is None:
             # Until particles have arrived, they are in the coordinates of the model, whose gradient compiles faster.
-            warmup = warmup._replace(scales=warmup.scales._replace(centering=None))
+            warmup = warmup._replace(centering=None)
         evaluate = self.energy_and_grad(warmup)
 
         def energy_and_grad(u):
@@ -180,11 +173,12 @@ class WarmupIteration(Iteration):
         return warmup._replace(reference=self.renewed(due, cloud, warmup, is_new))
 
 
-def _at(bound, where, prototype, row_seed=None, posterior_id=None):
+def _at(bound, where, prototype=None, row_seed=None, posterior_id=None):
     """Return the iteration at what warmup has learned; for measurements, without a seed and an identity."""
     bound = bound.behind_barrier()
     plan = bound.plan(where.preconditioner.kind)
-    return WarmupIteration(bound, plan, ravel_cloud(prototype)[1], row_seed, posterior_id, bound.kernel.schedule)
+    _, unravel = ravel_cloud(where.prototype if prototype is None else prototype)
+    return WarmupIteration(bound, plan, unravel, row_seed, posterior_id, bound.kernel.schedule)
 
 
 def _iteration(bound, state):
@@ -200,26 +194,20 @@ def _iterate(bound, step, state, number):
     return lax.fori_loop(0, number, lambda _, state: step(iteration, state), state._replace(cloud=cloud))
 
 
-def approach(
-    bound: BoundSampler, _: None, state: Warming, window: WindowInfo, number: Integer[Array, ""] | int
-) -> Warming:
+def approach(bound: BoundSampler, _: None, state: Warming, window: WindowInfo, number: jax.Array | int) -> Warming:
     """Make a number of iterations in which particles arrive."""
     return _iterate(bound, lambda iteration, state: iteration.approach(state, window), state, number)
 
 
-def travel(
-    bound: BoundSampler, _: None, state: Warming, window: WindowInfo, number: Integer[Array, ""] | int
-) -> Warming:
+def travel(bound: BoundSampler, _: None, state: Warming, window: WindowInfo, number: jax.Array | int) -> Warming:
     """Make a number of iterations of the sampler, within one window."""
     return _iterate(bound, lambda iteration, state: iteration.travel(state, window), state, number)
 
 
-def gradients(
-    bound: BoundSampler, _: None, where: Coordinates, prototype: Particle, key, seeds, points, orders, count
-) -> Any:
+def gradients(bound: BoundSampler, _: None, where: Coordinates, key, seeds, points, orders, count) -> Any:
     """Return U and ∇U, ``(n, G, L)`` and ``(n, G, L, d)``, at the first ones of some points, by the seeds of their
     minibatches and the orders of control variates."""
-    energy_and_grad = _at(bound, where, prototype).energy_and_grad(where)
+    energy_and_grad = _at(bound, where).energy_and_grad(where)
 
     def evaluate(i, found):
         new = energy_and_grad(random.fold_in(key, seeds[i]), points[i], orders[i])
@@ -229,41 +217,35 @@ def gradients(
     return lax.fori_loop(0, count, evaluate, (jnp.zeros_like(points[..., 0]), jnp.zeros_like(points)))
 
 
-def energy_on_common_rows(bound: BoundSampler, _: None, where: Coordinates, prototype: Particle, u) -> Any:
+def energy_on_common_rows(bound: BoundSampler, _: None, where: Coordinates, u) -> Any:
     """Return U at all particles on the same rows, with the same randomness, ``(G, L)``."""
-    iteration = _at(bound, where, prototype)
+    iteration = _at(bound, where)
     target, unravel = iteration.target(where), iteration.unravel
     one = jnp.vectorize(lambda z: fingerprint(target, unravel, z), signature="(d)->()")
     return one(where.preconditioner.to_positions(u))
 
 
-def energy_to_compare(bound: BoundSampler, _: None, centering: Centering | None, prototype: Particle, y) -> Any:
+def energy_to_compare(bound: BoundSampler, _: None, where: Coordinates, y) -> Any:
     """Return energies of the likelihood alone, on the same rows for all, of particles in these coordinates."""
-    iteration = _at(bound, where := Coordinates(Preconditioner(), centering, None), prototype)
+    iteration = _at(bound, where)
     particles = jax.vmap(iteration.unravel)(y.reshape(-1, y.shape[-1]))
     energies = likelihood_energies(iteration.target(where), particles)
     return energies.reshape(y.shape[:-1]).astype(y.dtype)
 
 
 def evaluate_reference(
-    bound: BoundSampler,
-    settings: tuple[int, bool],
-    where: Coordinates,
-    prototype: Particle,
-    reference: Reference,
-    key,
-    seed,
+    bound: BoundSampler, settings: tuple[int, bool], where: Coordinates, reference: Reference, key, seed
 ) -> Any:
     """Return the reference at its position, in whitened coordinates, with U and ∇U over all rows."""
-    iteration, key = _at(bound, where, prototype), random.fold_in(key, seed)
+    iteration, key = _at(bound, where), random.fold_in(key, seed)
     moved = reference._replace(position=iteration.recover(where, reference.position).z)
     return iteration.evaluate_reference(key, moved, *settings)
 
 
-def mean_curvature(bound: BoundSampler, _: None, where: Coordinates, prototype: Particle, u) -> Arrow:
+def mean_curvature(bound: BoundSampler, _: None, where: Coordinates, u) -> Arrow:
     """Return the curvature in diagonally whitened coordinates: the mean over the particles of that of the prior, and
     that of the likelihood over all rows at the reference."""
-    iteration = _at(bound, where, prototype)
+    iteration = _at(bound, where)
     reference: Any = where.reference
     target, unravel, change = iteration.target(where), iteration.unravel, where.preconditioner
     units, u = reference.hessian.units, u.reshape(-1, u.shape[-1])
@@ -296,9 +278,9 @@ def mean_curvature(bound: BoundSampler, _: None, where: Coordinates, prototype: 
     return found if is_centered else jax.tree.map(jnp.add, found, reference.hessian.scaled(change.scale))
 
 
-def recover(bound: BoundSampler, min_spread: float | None, where: Coordinates, prototype: Particle, u) -> Any:
+def recover(bound: BoundSampler, min_spread: float | None, where: Coordinates, u) -> Any:
     """Return the centering, on request with estimated powers and bases, and particles in those of the model."""
-    iteration, centering = _at(bound, where, prototype), where.centering
+    iteration, centering = _at(bound, where), where.centering
     found = iteration.recover(where, u)
     if min_spread is not None and centering is not None:
         flat = jax.tree.map(lambda x: x.reshape(-1, u.shape[-1]), found)
@@ -307,11 +289,8 @@ def recover(bound: BoundSampler, min_spread: float | None, where: Coordinates, p
     return centering, found
 
 
-def to_coordinates(
-    bound: BoundSampler, _: None, where: Coordinates, prototype: Particle, centering: Centering, found: Recovered
-) -> Any:
-    """Return particles in the coordinates of a centering."""
-    return _at(bound, where, prototype).centered(centering).to_coordinates(found)
+def to_coordinates(bound: BoundSampler, _: None, where: Coordinates, centering: Centering, found: Recovered) -> Any:
+    return _at(bound, where).centered(centering).to_coordinates(found)
 
 
 def couple(bound: BoundSampler, _: None, u, bandwidth, is_new, key, seed) -> Any:
@@ -326,12 +305,10 @@ def couple(bound: BoundSampler, _: None, u, bandwidth, is_new, key, seed) -> Any
 
 
 def best_bandwidth(bound: BoundSampler, tolerance: float, u, rule) -> Any:
-    """Return the bandwidth that speeds up averages over the cloud most."""
     return _best_bandwidth(bound.kernel.interaction, u, rule, tolerance)
 
 
 def settled(bound: BoundSampler, _: None, cloud: Cloud, step_size, noise) -> Any:
-    """Return the cloud with what its dynamics carries adapted to a step."""
     return bound.kernel.dynamics.settled(cloud, step_size, noise)
 
 
@@ -356,8 +333,7 @@ class Frozen(NamedTuple):
     """How a state is made of a warmup; static."""
 
     on: tuple[int, bool]  # the order of the control variates in use, and whether particles jump
-    has_warmed: bool  # this and the next one are those of the state's `Origin`
-    skips_warmup: bool
+    skips_warmup: bool  # as in the state's `Origin`
     iteration: int  # how many count as done
     is_single: bool  # whether the state is that of a single plain chain
 
@@ -372,17 +348,28 @@ class Judged(NamedTuple):
 
 def freeze(bound: BoundSampler, how: Frozen, state: Warming, judged: Judged | None) -> ParticleState:
     """Return the state from which draws are made, with all that warmup learned, if there was one."""
-    iteration, warmup = _iteration(bound, state), state.warmup
-    if judged is None:
-        limited, judged = Learned.of(warmup, None), Judged(np.zeros(()), None, None)
-    else:
-        limited = iteration.learned(warmup, judged.extreme_gradient, is_warmup=False)
+    iteration, warmup, (order, has_jumps) = _iteration(bound, state), state.warmup, how.on
+    extremes, measured, diagnosis = judged or (None, None, None)
+    learned, reference = iteration.learned(warmup, extremes, is_warmup=False), warmup.reference
+    if reference is not None:
+        hessian = reference.hessian if order == 2 else None
+        reference = reference._replace(order=None, hessian=hessian) if order else None
+    start = warmup.data_fingerprint
+    # What is off is absent from the programs.
+    learned = learned._replace(
+        reference=reference,
+        jumps=learned.jumps if has_jumps else None,
+        measured=measured,
+        diagnosis=diagnosis,
+        posterior_id=warmup.posterior_id,
+        data_fingerprint=None if start is None else jnp.append(*start),
+    )
     cloud = place_everywhere(state.cloud)
     found = ParticleState.of(
         iteration,
         cloud,
-        limited.completed(warmup, judged.measured, judged.diagnosis, how.on),
-        iteration.step_size(limited, jnp.maximum(state.num_updates - 1, 0)),
+        learned,
+        iteration.step_size(learned, jnp.maximum(state.num_updates - 1, 0)),
         jnp.zeros(cloud.potential_energy.shape, int),
         state.rng_key,
         state.row_seed,
@@ -390,6 +377,6 @@ def freeze(bound: BoundSampler, how: Frozen, state: Warming, judged: Judged | No
         num_warmup=warmup.num_warmup,
         num_updates=state.num_updates,
         num_flagged_updates=jnp.zeros((), jnp.int32),
-        origin=Origin.of(bound.kernel, bound.gradient, how.has_warmed, how.skips_warmup),
+        origin=Origin.of(bound.kernel, bound.gradient, judged is not None, how.skips_warmup),
     )
     return map_particles(lambda x: x[0], found) if how.is_single else found

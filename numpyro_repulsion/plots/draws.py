@@ -15,7 +15,8 @@ from numpyro.infer import MCMC
 from numpyro_repulsion.checks import integer
 from numpyro_repulsion.diagnostics import num_independent
 from numpyro_repulsion.inference_data import named_draws
-from numpyro_repulsion.kernels import ParticleKernel, coupling_of, require_draws
+from numpyro_repulsion.kernels import ParticleKernel
+from numpyro_repulsion.kernels.runs import coupling_of, require_draws
 
 #: Those of Okabe and Ito's colors, which color-blind readers can tell apart, that are legible on white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

@@ -17,20 +17,14 @@ from numpyro_repulsion.rounding import AnyArray, xp
 
 
 class Surroundings(NamedTuple):
-    """Sums of energies and squared gradients of each particle over a window; they estimate nearby posterior mass.
+    """Sums of energies and squared gradients of each particle over a window; they estimate nearby posterior mass."""
 
-    - **number** - iterations in the window.
-    - **energy** - the sum of U, ``(G, L)``.
-    - **square** - the sum of the squared whitened gradient, ``(G, L, d)``.
-    """
-
-    number: Float[AnyArray, ""]
-    energy: Float[AnyArray, "*particles"]
-    square: Float[AnyArray, "*particles d"]
+    number: Float[AnyArray, ""]  # of iterations in the window
+    energy: Float[AnyArray, "*particles"]  # the sum of U
+    square: Float[AnyArray, "*particles d"]  # the sum of the squared whitened gradient
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype) -> Surroundings:
-        """Return empty sums for particles ``(G, L, d)``."""
         return Surroundings(jnp.zeros((), dtype), jnp.zeros(shape[:2], dtype), jnp.zeros(shape, dtype))
 
     def add(self, energy: Float[AnyArray, "*particles"], gradient: Float[AnyArray, "*particles d"]) -> Surroundings:
@@ -76,20 +70,13 @@ Position = tuple[Float[AnyArray, "*particles d"], Float[AnyArray, "*particles"],
 
 
 class Adam(NamedTuple):
-    """The state of Adam for each particle.
+    """The state of Adam for each particle."""
 
-    - **number** - how many updates it has made.
-    - **mean** - the mean of recent gradients, ``(G, L, d)``.
-    - **square** - the mean of their squares, ``(G, L, d)``.
-    - **growth** - the logarithm of the factor by which the step of a far coordinate has grown, ``(G, L, d)``.
-    - **unit** - the spread of the starts, ``(d,)``.
-    """
-
-    number: Integer[AnyArray, ""]
-    mean: Float[AnyArray, "*particles d"]
-    square: Float[AnyArray, "*particles d"]
-    growth: Float[AnyArray, "*particles d"]
-    unit: Float[AnyArray, " d"]
+    number: Integer[AnyArray, ""]  # how many updates it has made
+    mean: Float[AnyArray, "*particles d"]  # of recent gradients
+    square: Float[AnyArray, "*particles d"]  # the mean of their squares
+    growth: Float[AnyArray, "*particles d"]  # log of the factor by which the step of a far coordinate has grown
+    unit: Float[AnyArray, " d"]  # the spread of the starts
 
     @staticmethod
     def start(
@@ -116,11 +103,7 @@ def first_rates(shape: tuple[int, ...], dtype) -> Float[AnyArray, "*particles"]:
 def svgd_direction(
     u: Float[AnyArray, "*particles d"], gradient: Float[AnyArray, "*particles d"]
 ) -> Float[AnyArray, "*particles d"]:
-    r"""Return :math:`K \nabla U - \Gamma` with a Gaussian kernel of the median bandwidth; of one particle, ∇U.
-
-    :param u: ``(G, L, d)``.
-    :param gradient: ∇U there.
-    """
+    r"""Return :math:`K \nabla U - \Gamma` with a Gaussian kernel of the median bandwidth; of one particle, ∇U."""
     size = u.shape[-2]
     if size == 1:
         return gradient
@@ -152,12 +135,10 @@ def descend(
     particles would collect where a density is high but holds no mass, as in the neck of a funnel. A particle whose new
     position is not finite stays, with half its rate.
 
-    :param position: ``(u, U, ∇U)`` of shapes ``(G, L, d)``, ``(G, L)`` and ``(G, L, d)``.
     :param slope: what the particles descend, ``(G, L, d)``: ∇U or :func:`svgd_direction`.
     :param rate: η at the start, in units of the spread of the starts, ``(G, L)``.
     :param share_done: the share of the arrival that is done, in [0, 1].
     :param temperature: the factor of the variance of the noise.
-    :return: the new position, state and rates.
     """
     u = position[0]
     count = state.number + 1

@@ -33,10 +33,6 @@ def arrive(
     """Move each particle by one Metropolis-adjusted Langevin update and adapt its step to an acceptance of 0.6.
 
     Gradients are exact; with minibatches particles arrive by :func:`~numpyro_repulsion.warmup.adam.descend`.
-
-    :param position: ``(u, U, ∇U)`` of shapes ``(G, L, d)``, ``(G, L)`` and ``(G, L, d)``.
-    :param step_size: ``(G, L)``.
-    :return: the new position and the new step sizes.
     """
     u = position[0]
     step = step_size[..., None]
@@ -95,7 +91,7 @@ def update_arrival(rng: Generator, window: Window, warmup: WarmupState, cloud: C
         return warmup, cloud
     if window.is_at(FIRST_WHITENED) and arrival.halfway is not None and not window.is_prolonged:
         # Before the hierarchical sites are centered otherwise, coordinates are those of the model.
-        arrival = arrival._replace(halfway=warmup.scales.preconditioner.to_positions(cloud.z))
+        arrival = arrival._replace(halfway=warmup.preconditioner.to_positions(cloud.z))
     # After the arrival, particles can be recognized as lost only if the gradient noise has been measured.
     if window.finds_lost and (window.was_arrival or (plan.is_noisy and plan.measures)):
         lost = _lost(warmup, cloud, sampler)
@@ -175,8 +171,9 @@ def update_prolongation(rng: Generator, window: Window, warmup: WarmupState, clo
     if arrival.spread is None or arrival.halfway is None or window.is_prolonged or not window.is_at(ARRIVED):
         return warmup, cloud
     # The coordinates of the model.
-    scales, centering = warmup.scales._replace(preconditioner=Preconditioner()), warmup.scales.centering
-    plainly = warmup._replace(scales=scales if centering is None else scales._replace(centering=centering.undone()))
+    centering = warmup.centering
+    undone = None if centering is None else centering.undone()
+    plainly = warmup._replace(preconditioner=Preconditioner(), centering=undone)
     if not _differ(warmup, plainly, cloud, sampler):
         return warmup, cloud
     y, unit, recentered = arrival.halfway, arrival.spread, centering
@@ -187,16 +184,17 @@ def update_prolongation(rng: Generator, window: Window, warmup: WarmupState, clo
         # Standardized sites have a prior of unit scale.
         unit = np.where(((found.scale != 1.0) | (found.location != 0.0)).any((0, 1)), 1.0, unit)
     change = warmup.preconditioner.along_coordinates(unit, y.mean((0, 1)))
-    scales = warmup.scales._replace(
+    # With a gradient of 0, the first update only evaluates the gradient in the new coordinates.
+    moved = cloud._replace(z=change.whiten(y), gradient=np.zeros_like(cloud.gradient))
+    warmup = warmup._replace(
+        arrival=arrival.prolonged(moved.z),
         preconditioner=change,
         moments=jax.tree.map(np.zeros_like, warmup.moments),
         noise_shrinkage=1.0,
+        reference=jax.tree.map(np.zeros_like, warmup.reference),
         centering=recentered,
     )
-    # With a gradient of 0, the first update only evaluates the gradient in the new coordinates.
-    moved = cloud._replace(z=change.whiten(y), gradient=np.zeros_like(cloud.gradient))
-    unknown = jax.tree.map(np.zeros_like, warmup.reference)
-    return warmup._replace(arrival=arrival.prolonged(moved.z), scales=scales, reference=unknown), moved
+    return warmup, moved
 
 
 def _differ(warmup, plainly, cloud, sampler):

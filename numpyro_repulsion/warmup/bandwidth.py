@@ -75,10 +75,7 @@ def _largest_eigenvalue(apply, start):
 def measure_steepness(
     key: jax.Array, interaction: Interaction, u: Float[Array, "*particles d"], bandwidth: Float[Array, ""] | float
 ) -> Float[Array, ""]:
-    """Return how fast Γ changes along a random direction of all particles at once, as a root mean square.
-
-    :param u: particles, ``(G, L, d)``.
-    """
+    """Return how fast Γ changes along a random direction of all particles at once, as a root mean square."""
     if not interaction.interacts:
         return jnp.zeros((), u.dtype)
     direction = signs(key, u.shape, u.dtype)
@@ -107,10 +104,10 @@ def update_bandwidth(rng: Generator, window: Window, warmup: WarmupState, cloud:
     if not plan.learns_bandwidth or (plan.arrives and not window.has_arrived):
         return warmup, cloud
     bandwidth = rule = sampler.bandwidth_of(cloud.z)
-    if sampler.tunes_bandwidth and window.num_settled > 0:
+    if plan.tunes_bandwidth and window.num_settled > 0:
         tolerance = (plan.rule or BiasBudget()).tolerance_for(False)
         # If a short run raised the step beyond the bias budget, stability limits the step; a wide K would shorten it.
-        best = rule if warmup.step.is_raised else sampler.best_bandwidth(cloud.z, rule, tolerance)
+        best = rule if warmup.is_raised else sampler.best_bandwidth(cloud.z, rule, tolerance)
         # A geometric mean, because one cloud of twenty determines its best only within a factor of about two.
         bandwidth = warmup.bandwidth * (best / warmup.bandwidth) ** (1.0 / window.num_settled)
     return warmup._replace(bandwidth=bandwidth), cloud

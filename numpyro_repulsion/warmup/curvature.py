@@ -138,7 +138,6 @@ Gradients = Callable[[Iterable[tuple[int, np.ndarray, int]]], Iterator[np.ndarra
 
 
 def draw_seed(rng: Generator) -> int:
-    """Return a random seed of a minibatch."""
     return int(rng.integers(2**32))
 
 
@@ -257,7 +256,7 @@ def noise_by_coordinate(rng: Generator, u: np.ndarray, gradients: Gradients, num
 
 
 def collective_shift(
-    rng: Generator, u: np.ndarray, sds: np.ndarray, noise: np.ndarray, gradients: Gradients, num_minibatches: int = 2
+    rng: Generator, u: np.ndarray, sds: np.ndarray, noise: np.ndarray, gradients: Gradients
 ) -> np.ndarray:
     """Return by how many of its standard deviations a mean moves for each unit of the mean inflation of variances by
     noise, for the coordinate that moves most; less what may be chance.
@@ -273,7 +272,7 @@ def collective_shift(
         return np.zeros(())
     # A single coordinate does not leave the region of the particles.
     lengths, found = sds * np.minimum(np.sqrt(noise / noise.mean()), 1.0 / WIDTH), []
-    for _ in range(num_minibatches):
+    for _ in range(2):
         seed, offset = draw_seed(rng), WIDTH * lengths * signs(rng, u.shape, u.dtype)
         plus, middle, minus = gradients([(seed, u + side * offset, 0) for side in (1.0, 0.0, -1.0)])
         found.append((plus - 2.0 * middle + minus) * sds / (2.0 * WIDTH**2))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
 from jaxtyping import Float, Integer
 import numpy as np
 from numpy.random import Generator
 
 from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.findings import LARGE_BIAS, Finding
-from numpyro_repulsion.gradients import Centering, Reference
+from numpyro_repulsion.gradients import Centering, Particle, Reference
 from numpyro_repulsion.rounding import AnyArray
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
@@ -191,28 +190,14 @@ class Measured(NamedTuple):
     bias: float
     mean_bias: float
 
-    @staticmethod
-    def of(warmup: WarmupState, dynamics: Dynamics) -> Measured:
-        """Return what a warmup measured."""
-        known = warmup.measurements
-        return Measured(
-            known.high_curvature,
-            known.largest_curvature,
-            known.typical_steepness,
-            warmup.noise,
-            warmup.isotropic_noise,
-            warmup.spread(dynamics),
-            warmup.step.bias,
-            warmup.step.mean_bias,
-        )
-
 
 class Coordinates(NamedTuple):
-    """Coordinates and control variates: where gradients are evaluated, as in a :class:`Learned`."""
+    """Coordinates and control variates, as in a :class:`Learned`, and a particle ``(1, ...)`` that tells shapes."""
 
     preconditioner: Preconditioner
     centering: Centering | None
     reference: Reference | None
+    prototype: Particle
 
 
 class Learned(NamedTuple):
@@ -262,43 +247,6 @@ class Learned(NamedTuple):
         numbers = np.asarray(self.diagnosis, float)
         return WarmupDiagnosis(*np.where(numbers < 0, np.nan, numbers))
 
-    @staticmethod
-    def of(warmup: WarmupState, gradient_limit: Float[AnyArray, ""] | None) -> Learned:
-        """Return what a warmup has learned so far."""
-        return Learned(
-            preconditioner=warmup.preconditioner,
-            centering=warmup.centering,
-            step_size=warmup.step.size,
-            bandwidth=warmup.bandwidth,
-            gradient_limit=gradient_limit,
-            reference=warmup.reference,
-            jumps=warmup.jumps,
-        )
-
-    def completed(
-        self, warmup: WarmupState, measured: AnyArray | None, diagnosis: AnyArray | None, on: tuple[int, bool]
-    ) -> Learned:
-        """Return what sampling needs, without what is off.
-
-        :param on: the order of the control variates in use, and whether particles jump.
-        """
-        order, has_jumps = on
-        data_fingerprint = None
-        if warmup.data_fingerprint is not None:
-            position, energy = warmup.data_fingerprint
-            data_fingerprint = jnp.append(position, energy)
-        reference = None
-        if order and self.reference is not None:
-            reference = self.reference._replace(order=None, hessian=self.reference.hessian if order == 2 else None)
-        return self._replace(
-            reference=reference,
-            jumps=self.jumps if has_jumps else None,
-            measured=measured,
-            diagnosis=diagnosis,
-            posterior_id=warmup.posterior_id,
-            data_fingerprint=data_fingerprint,
-        )
-
 
 def update_symptoms(rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> Found:
     """While settling, update the direction of largest variance, from the sums over the window."""
@@ -333,8 +281,7 @@ def diagnose_warmup(
     symptoms = warmup.symptoms
     if rule is None or symptoms is None:
         return found
-    curvature, step = warmup.measurements.high_curvature, warmup.step
-    widest = symptoms.widest
+    curvature, widest = warmup.measurements.high_curvature, symptoms.widest
     is_sampler, is_dense = dynamics.is_sampler, warmup.moments.position_scatter.ndim == 2
     # If particles jump, the updates need not cross the spread over all modes.
     has_no_moves = is_jumping is None
@@ -353,18 +300,18 @@ def diagnose_warmup(
     number, accepted = (0.0, 0.0) if warmup.jumps is None else warmup.jumps.tally
     jumps_well = accepted > 0.02 * np.maximum(number, 1.0)
     # Noisy directions are wide in whitened coordinates by intent.
-    condition = curvature * spread / warmup.scales.noise_shrinkage
-    is_known = travels and not has_basins and step.effective_draws >= 0
+    condition = curvature * spread / warmup.noise_shrinkage
+    is_known = travels and not has_basins and warmup.effective_draws >= 0
     # Curvature and spread vary harmlessly between basins.
     return found._replace(
         num_warmup=warmup.num_warmup,
-        effective_draws=share * step.effective_draws if is_known else unknown,
-        bias=step.bias if is_sampler and step.is_raised else unknown,
+        effective_draws=share * warmup.effective_draws if is_known else unknown,
+        bias=warmup.bias if is_sampler and warmup.is_raised else unknown,
         condition=condition if has_no_moves and is_dense and not has_basins else unknown,
         curvature_ratio=unknown if has_basins else warmup.measurements.largest_curvature / curvature,
         dependence=symptoms.dependence if is_sampler and not (is_prolonged or has_basins) else unknown,
         has_heavy_tails=has_heavy_tails,
         has_basins=has_basins and not jumps_well,
-        is_diagonal=warmup.scales.preconditioner.kind == "diagonal",
-        noise_ratio=step.noise_share * warmup.noise / curvature,
+        is_diagonal=warmup.preconditioner.kind == "diagonal",
+        noise_ratio=warmup.noise_share * warmup.noise / curvature,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,11 +92,7 @@ class Preconditioner(NamedTuple):
     def by_coordinate(
         self, u: Float[AnyArray, "*particles d"], gradient: Float[AnyArray, "*particles d"]
     ) -> tuple[Float[AnyArray, "*particles d"], Float[AnyArray, "*particles d"]]:
-        """Return positions and gradients, ``(..., d)``, along the coordinates of z, each in units of its scale.
-
-        :param u: whitened positions.
-        :param gradient: gradients with respect to them.
-        """
+        """Return whitened positions and gradients along the coordinates of z, each in units of its scale."""
         if self.scale is None or self.kind == "diagonal":
             return u, gradient
         unit = self.lengths()
@@ -108,10 +104,10 @@ class Preconditioner(NamedTuple):
 
         Of low rank plus diagonal, or an arrow, S must be diagonal yet, and S' is diagonal.
         """
-        if self.scale is None or change.scale is None or change.center is None:
-            raise ValueError("Both changes of variables need a `scale`, and the second a `center`; got None.")
-        scale = self.scale * change.scale if self.scale.ndim == 1 else matmul(self.scale, change.scale)
-        return self._replace(scale=scale, center=self.to_positions(change.center))
+        first: Any = self.scale
+        second, center, *_ = change
+        scale = first * second if first.ndim == 1 else matmul(first, second)
+        return self._replace(scale=scale, center=self.to_positions(center))
 
     def _stretch(self, x, inverse=False):
         """Multiply by ``I + V F Vᵀ`` or its inverse, which has the same form."""
@@ -139,8 +135,7 @@ def first_scale(
     :param z: starts, ``(L, d)``.
     :param gradient: ∇U there; non-finite values are ignored. A single particle has no spread, so its scale is one over
         its gradient.
-    :param kind: that of the scales, ``"dense"``, ``"low_rank"``, ``"arrow"`` or ``"diagonal"``.
-    :param units: those of the arrow.
+    :param units: those of an arrow.
     """
     center = jnp.nanmedian(z, 0)
     spread = jnp.nanmedian(jnp.abs(z - center), 0)
@@ -195,7 +190,6 @@ class Moments(NamedTuple):
 
     @staticmethod
     def empty(size: int, dtype, dense: bool) -> Moments:
-        """Return the moments of no particles."""
         mean, scatter = jnp.zeros(size, dtype), jnp.zeros((size, size) if dense else size, dtype)
         return Moments(jnp.zeros((), dtype), mean, mean, scatter, scatter)
 
@@ -247,9 +241,7 @@ class Moments(NamedTuple):
 
     def compose(self, change: Preconditioner) -> Moments:
         """Return the moments of the same clouds after a change of variables, which must have a scale."""
-        scale = change.scale
-        if scale is None:
-            raise ValueError("The change of variables needs a `scale`; got None.")
+        scale: Any = change.scale
         if scale.ndim == 1:
             position, gradient = self.position_scatter / scale**2, self.gradient_scatter * scale**2
         else:

@@ -60,9 +60,9 @@ def _whitened(rng, window, warmup, cloud, sampler):
     # The noise limits the step, and matters for the last scales only.
     measures_noise = sampler.plan.rule is not None and window.is_at(FREEZE)
     groups, particles = cloud.potential_energy.shape
-    num_independent = groups if sampler.shares_minibatches else groups * particles
-    num_updates = window.timetable.num_warmup * sampler.num_steps
-    num_pairs = num_noise_pairs(dimension, num_independent, sampler.num_minibatches, num_updates)
+    num_independent = groups if sampler.plan.shares_minibatches else groups * particles
+    num_updates = window.timetable.num_warmup * sampler.plan.num_steps
+    num_pairs = num_noise_pairs(dimension, num_independent, sampler.plan.num_minibatches, num_updates)
     gradients = sampler.gradients(warmup)
     if window.is_prolonged:
         hessian, covariance = np.diag(mean_diagonal(rng, measured, gradients)), np.zeros((dimension, dimension))
@@ -76,27 +76,20 @@ def _whitened(rng, window, warmup, cloud, sampler):
         )
         scale = scale @ further
     warmup, cloud = _changed(warmup, cloud, Preconditioner(scale, warmup.moments.position))
-    return warmup._replace(scales=warmup.scales._replace(noise_shrinkage=factor)), cloud
+    return warmup._replace(noise_shrinkage=factor), cloud
 
 
 def _low_rank(rng, window, warmup, cloud, sampler):
     """Scale the coordinates by the diagonal of the mean curvature, then the directions of its extreme eigenvalues."""
-    # Such scales cannot be multiplied, so they are found again from those of the coordinates alone.
-    old, weight = warmup.scales.preconditioner, window.curvature_weight
-    positions, slope = old.to_positions(cloud.z), old.unwhiten_gradient(cloud.gradient)
+    old, weight = warmup.preconditioner, window.curvature_weight
     excess = 1.0 / (1.0 + old.stretch) ** 2 - 1.0  # of the earlier curvatures along V
-    measured = rescue(rng, positions, warmup.arrival.lost)
-
-    def along_coordinates(scale):
-        change = old.along_coordinates(scale, old.center)
-        return warmup._replace(scales=warmup.scales._replace(preconditioner=change)), change.whiten(measured)
-
+    measured = rescue(rng, old.to_positions(cloud.z), warmup.arrival.lost)
     scale = old.scale * _spread(window, warmup)
-    plain, y = along_coordinates(scale)
+    plain, y = _trial(warmup, old.along_coordinates(scale, old.center), measured)
     found = mean_diagonal(rng, y, sampler.gradients(plain))
     unit = whitening(weight * found + (1.0 - weight) * (1.0 + old.vectors**2 @ excess))
     scale = scale * unit
-    plain, y = along_coordinates(scale)
+    plain, y = _trial(warmup, old.along_coordinates(scale, old.center), measured)
     rank = old.vectors.shape[1]
     if window.is_prolonged:
         # Directions of a network differ from particle to particle, and cost hundreds of gradients of the cloud.
@@ -112,37 +105,28 @@ def _low_rank(rng, window, warmup, cloud, sampler):
 
         vectors, values = extremes(wide_direction(rng, y), product, rank)
     center = old.to_positions(warmup.moments.position)
-    change = Preconditioner(scale, center, vectors, values**-0.5 - 1.0)
-    cloud = cloud._replace(z=change.whiten(positions), gradient=change.whiten_gradient(slope))
-    scales = warmup.scales._replace(preconditioner=change, moments=_unit_moments(warmup.moments))
-    return warmup._replace(scales=scales), cloud
+    return _found_again(warmup, cloud, Preconditioner(scale, center, vectors, values**-0.5 - 1.0))
 
 
 def _arrow(rng, window, warmup, cloud, sampler):
     """Whiten by an arrow: the curvature of the likelihood over all rows at the reference, and of the prior over the
     cloud, each direction of the globals and of the units."""
-    old, reference = warmup.scales.preconditioner, warmup.reference
-    positions, slope = old.to_positions(cloud.z), old.unwhiten_gradient(cloud.gradient)
-    measured = rescue(rng, positions, warmup.arrival.lost)
+    old, reference = warmup.preconditioner, warmup.reference
+    measured = rescue(rng, old.to_positions(cloud.z), warmup.arrival.lost)
     center = old.to_positions(warmup.moments.position)
     change = old.along_coordinates(old.lengths() * _spread(window, warmup), center)
-
-    def scaled(change):
-        return warmup._replace(scales=warmup.scales._replace(preconditioner=change)), change.whiten(measured)
-
-    trial, y = scaled(change)
-    factor = np.ones((), y.dtype)
+    (trial, y), factor = _trial(warmup, change, measured), 1.0
     if not window.has_arrived or not reference.hessian.is_known:
         found = mean_diagonal(rng, y, sampler.gradients(trial))
         change = change._replace(scale=change.scale * whitening(found))
     else:
         # So far the root is the identity, by which products would cost most.
-        found = sampler.mean_curvature(*scaled(change._replace(root=None)))
+        found = sampler.mean_curvature(*_trial(warmup, change._replace(root=None), measured))
         # Not with a particle so far off that its curvature overflows.
         if all(np.isfinite(x).all() for x in (found.rest, found.cross, found.blocks)):
             change = change._replace(root=ArrowRoot.of(found, whitening))
         if sampler.plan.rule is not None and window.is_at(FREEZE):
-            trial, y = scaled(change)
+            trial, y = _trial(warmup, change, measured)
             noise = noise_by_coordinate(rng, y, sampler.gradients(trial), 50, warmup.order)
             # Each noisy coordinate by itself takes shorter steps, rather than all.
             allowed = _allowed_noise(warmup, cloud, sampler)
@@ -150,10 +134,7 @@ def _arrow(rng, window, warmup, cloud, sampler):
             factors /= factors.min()
             factor = factors.max()
             change = change._replace(root=change.root.scaled(factors**-0.5))
-    cloud = cloud._replace(z=change.whiten(positions), gradient=change.whiten_gradient(slope))
-    moments = _unit_moments(warmup.moments)
-    scales = warmup.scales._replace(preconditioner=change, moments=moments, noise_shrinkage=factor)
-    return warmup._replace(scales=scales), cloud
+    return _found_again(warmup, cloud, change, factor)
 
 
 def pooled_factors(halves, units):
@@ -174,11 +155,20 @@ def pooled_factors(halves, units):
     return units.join(rest.mean(0), pooled * mean.mean(0) / pooled.mean(0))
 
 
-def _unit_moments(moments):
-    """Return moments in new scales: variances along coordinates do not determine those along the new directions, which
-    are about one."""
+def _trial(warmup, change, positions):
+    """Return the state with other scales, and positions in them."""
+    return warmup._replace(preconditioner=change), change.whiten(positions)
+
+
+def _found_again(warmup, cloud, change, factor=1.0):
+    """Return state and cloud in scales of directions, which cannot be multiplied by further ones."""
+    old, moments = warmup.preconditioner, warmup.moments
+    positions, slope = old.to_positions(cloud.z), old.unwhiten_gradient(cloud.gradient)
+    cloud = cloud._replace(z=change.whiten(positions), gradient=change.whiten_gradient(slope))
+    # Variances along coordinates do not determine those along the new directions, which are about one.
     scatter, mean = np.full_like(moments.position_scatter, moments.number), np.zeros_like(moments.position)
-    return Moments(moments.number, mean, mean, scatter, scatter)
+    moments = Moments(moments.number, mean, mean, scatter, scatter)
+    return warmup._replace(preconditioner=change, moments=moments, noise_shrinkage=factor), cloud
 
 
 def wide_direction(rng: Generator, y: np.ndarray) -> np.ndarray:
@@ -206,9 +196,8 @@ def _spread(window, warmup):
 
 
 def _num_for_curvature(dimension, cloud, sampler, rank=None):
-    """Return on how many minibatches of each particle to measure the curvature."""
     groups, particles = cloud.potential_energy.shape
-    rows = sampler.minibatch_size * groups * (1 if sampler.shares_minibatches else particles)
+    rows = sampler.plan.minibatch_size * groups * (1 if sampler.plan.shares_minibatches else particles)
     return num_for_curvature(dimension, rows if sampler.plan.is_noisy else 0, rank)
 
 
@@ -231,12 +220,10 @@ def _allowed_noise(warmup, cloud, sampler):
 
 
 def _changed(warmup, cloud, change):
-    """Return state and cloud after a further change of variables."""
     # The memory stays as it is, because carried noise is white in any coordinates.
     cloud = cloud._replace(z=change.whiten(cloud.z), gradient=change.whiten_gradient(cloud.gradient))
-    preconditioner, moments = warmup.scales.preconditioner.compose(change), warmup.scales.moments.compose(change)
-    scales = warmup.scales._replace(preconditioner=preconditioner, moments=moments, noise_shrinkage=1.0)
-    return warmup._replace(scales=scales), cloud
+    preconditioner, moments = warmup.preconditioner.compose(change), warmup.moments.compose(change)
+    return warmup._replace(preconditioner=preconditioner, moments=moments, noise_shrinkage=1.0), cloud
 
 
 def num_for_curvature(dimension: int, rows: int, rank: int | None = None) -> int:
@@ -378,8 +365,7 @@ def update_centering(rng: Generator, window: Window, warmup: WarmupState, cloud:
     if not all(np.isfinite(x).all() for x in (moved, energy, gradient)):
         return warmup, cloud
     moments = jax.tree.map(np.zeros_like, warmup.moments).add(*(x.reshape(-1, x.shape[-1]) for x in (moved, gradient)))
-    new = new._replace(scales=new.scales._replace(moments=moments))
-    return new, cloud._replace(z=moved, potential_energy=energy, gradient=gradient)
+    return new._replace(moments=moments), cloud._replace(z=moved, potential_energy=energy, gradient=gradient)
 
 
 def _rescaled(warmup, y, centering):
@@ -388,5 +374,4 @@ def _rescaled(warmup, y, centering):
     spread = np.std(flat, 0)
     spread = np.where(np.isfinite(spread) & (spread > 0), spread, 1.0)
     change = warmup.preconditioner.along_coordinates(spread, flat.mean(0))
-    scales = warmup.scales._replace(preconditioner=change, centering=centering)
-    return warmup._replace(scales=scales), change.whiten(y)
+    return warmup._replace(preconditioner=change, centering=centering), change.whiten(y)

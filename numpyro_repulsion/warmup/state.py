@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Integer
@@ -11,41 +11,37 @@ import numpy as np
 from numpy.random import Generator
 
 from numpyro_repulsion.dynamics import Cloud, Dynamics, StepError
-from numpyro_repulsion.gradients import Arrow, Centering, Recovered, Reference, Units
-from numpyro_repulsion.interactions import Coupling
+from numpyro_repulsion.gradients import Centering, Reference, Units
 from numpyro_repulsion.rounding import AnyArray, xp
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.warmup.adam import LATE_RATE, Adam, Surroundings, first_rates
-from numpyro_repulsion.warmup.curvature import UNKNOWN, Gradients, Measurements
+from numpyro_repulsion.warmup.curvature import UNKNOWN, Measurements
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
 from numpyro_repulsion.warmup.symptoms import Symptoms
 from numpyro_repulsion.warmup.windows import SETTLING_ENDS, Window
 
+#: The state of a move: a ``NamedTuple`` with a field ``tally``, the number of jumps and the sum of their acceptance
+#: probabilities.
+JumpsState: TypeAlias = Any
+
 
 class WarmupPlan(NamedTuple):
-    """What a warmup learns; static.
+    """What a warmup learns, and what is constant in it; static."""
 
-    - **rule** - that measures the step size; ``None`` if the user gave a step size.
-    - **kind** - of the preconditioner, ``"diagonal"``, ``"dense"``, ``"low_rank"`` or ``"arrow"``; ``None`` if scales
-      are not learned.
-    - **learns_bandwidth** - whether the interaction learns a bandwidth.
-    - **has_reference** - whether the gradient has control variates.
-    - **is_noisy** - whether gradients are noisy.
-    - **has_moves** - whether the user gave ``moves``; those that warmup takes by itself do not count.
-    - **epoch** - after how many updates each particle's own reference is renewed; ``None`` without such references.
-    - **sweep** - how many updates pass through all rows once; ``None`` if minibatches are independent.
-    - **late** - how many iterations the second half of a prolonged arrival has at most.
-    """
-
-    rule: BiasBudget | None
-    kind: str | None
-    learns_bandwidth: bool
-    has_reference: bool
-    is_noisy: bool = False
-    has_moves: bool = False
-    epoch: int | None = None
-    sweep: int | None = None
-    late: int | None = None
+    rule: BiasBudget | None  # that measures the step size; ``None`` if the user gave a step size
+    kind: str | None  # of the preconditioner, as in `Preconditioner.kind`; ``None`` if scales are not learned
+    learns_bandwidth: bool  # whether the interaction learns a bandwidth
+    has_reference: bool  # whether the gradient has control variates
+    is_noisy: bool = False  # whether gradients are noisy
+    has_moves: bool = False  # whether the user gave ``moves``; those that warmup takes by itself do not count
+    epoch: int | None = None  # after how many updates each particle's own reference is renewed; ``None`` without such
+    sweep: int | None = None  # how many updates pass through all rows once; ``None`` if minibatches are independent
+    late: int | None = None  # how many iterations the second half of a prolonged arrival has at most
+    num_steps: int = 10  # updates of an iteration
+    tunes_bandwidth: bool = True  # whether warmup chooses the bandwidth by its measured gain
+    shares_minibatches: bool = False  # whether the particles of a group share their minibatch
+    minibatch_size: int = 1  # its number of rows
+    num_minibatches: int = 1  # how many there are in the data
 
     @property
     def arrives(self) -> bool:
@@ -54,7 +50,6 @@ class WarmupPlan(NamedTuple):
 
     @property
     def learns(self) -> bool:
-        """Whether there is anything to learn."""
         return self.arrives or self.learns_bandwidth or self.has_reference or self.has_moves
 
     def tolerance(self, error: StepError, order: int) -> float:
@@ -65,35 +60,6 @@ class WarmupPlan(NamedTuple):
     def measures(self) -> bool:
         """Whether warmup measures curvature and gradient noise."""
         return self.rule is not None or self.has_reference
-
-
-@runtime_checkable
-class JumpsState(Protocol):
-    """The state of a move; it is a ``NamedTuple``."""
-
-    @property
-    def tally(self) -> tuple[Float[AnyArray, ""], Float[AnyArray, ""]]:
-        """The number of jumps, and the sum of their acceptance probabilities."""
-
-    def _replace(self, *, tally: tuple[Float[AnyArray, ""], Float[AnyArray, ""]]) -> JumpsState: ...
-
-
-class ScalesState(NamedTuple):
-    """The scales in use, and the moments that they are learned from.
-
-    - **preconditioner** - the linear change of variables.
-    - **moments** - moments of the cloud since a time within the window, or of the settling part since 70 % of the
-      warmup (``BEGINNINGS`` in ``windows.py``); ``None`` without a warmup.
-    - **noise_shrinkage** - the largest factor by which the variance of a noisy direction exceeds 1 in whitened
-      coordinates.
-    - **centering** - how the entries of a particle are centered; ``None`` if all are as the model has them. This change
-      of variables comes before the linear one.
-    """
-
-    preconditioner: Preconditioner
-    moments: Moments | None
-    noise_shrinkage: Float[AnyArray, ""]
-    centering: Centering | None = None
 
 
 class ArrivalState(NamedTuple):
@@ -119,19 +85,19 @@ class ArrivalState(NamedTuple):
     is_prolonged: Bool[AnyArray, ""] | None = None
 
     @staticmethod
-    def start(u: Float[AnyArray, "*particles d"], scales: ScalesState, plan: WarmupPlan, arrives: bool) -> ArrivalState:
+    def start(u: Float[AnyArray, "*particles d"], change: Preconditioner, plan: WarmupPlan) -> ArrivalState:
         """Return the state for particles ``(G, L, d)`` at their starts."""
         lost = jnp.zeros(u.shape[:2], bool)
-        if not (arrives and plan.is_noisy):
-            surroundings = Surroundings.empty(u.shape, u.dtype) if arrives else None
+        if not (plan.arrives and plan.is_noisy):
+            surroundings = Surroundings.empty(u.shape, u.dtype) if plan.arrives else None
             return ArrivalState(jnp.full(u.shape[:2], 0.05, u.dtype), lost, surroundings)
         # A single particle has no spread, and first scales from its gradient, which may be anything.
-        adam = Adam.start(u, 1.0 / scales.preconditioner.lengths())
+        adam = Adam.start(u, 1.0 / change.lengths())
         state = ArrivalState(first_rates(u.shape, u.dtype), lost, None, adam)
         # Control variates tell whether to prolong it; where each particle has its own, they remove noise anywhere.
         if not (plan.measures and plan.has_reference and plan.kind is not None and plan.epoch is None):
             return state
-        spread = adam.unit * scales.preconditioner.lengths()
+        spread = adam.unit * change.lengths()
         return state._replace(spread=spread, halfway=u, is_prolonged=jnp.zeros((), bool))
 
     @property
@@ -153,37 +119,6 @@ class ArrivalState(NamedTuple):
         return self._replace(adam=adam, step_size=rates, lost=lost, is_prolonged=np.ones((), bool))
 
 
-class StepState(NamedTuple):
-    """The step size and its measurements.
-
-    - **size** - the measured ε.
-    - **bias** - the relative inflation of variances that this ε is expected to cause; negative if unknown.
-    - **effective_draws** - how many independent draws a run as long as the warmup is worth with this ε, for the
-      direction that moves slowest; negative if the step is not measured.
-    - **mean_bias** - the same as the mean over directions; negative if unknown.
-    - **is_raised** - whether the bias exceeds the tolerance, because the run is short.
-    - **noise_share** - the share of the gradient noise that successive minibatches do not cancel: 1 unless they depend
-      on each other.
-    - **measurements** - curvature and noise since the scales last changed; ``None`` without a warmup.
-    """
-
-    size: Float[AnyArray, ""]
-    bias: Float[AnyArray, ""]
-    mean_bias: Float[AnyArray, ""]
-    effective_draws: Float[AnyArray, ""]
-    is_raised: Bool[AnyArray, ""]
-    noise_share: Float[AnyArray, ""]
-    measurements: Measurements | None
-
-    @staticmethod
-    def start(size: Float[AnyArray, ""] | float, particles: int, dtype, learns: bool) -> StepState:
-        """Return the state before the first measurement."""
-        measurements = Measurements.empty(1 + len(SETTLING_ENDS), particles, dtype) if learns else None
-        unknown = jnp.asarray(UNKNOWN, dtype)
-        no, one = jnp.zeros((), bool), jnp.ones((), dtype)
-        return StepState(jnp.asarray(size, dtype), unknown, unknown, unknown, no, one, measurements)
-
-
 class WarmupState(NamedTuple):
     """What warmup has learned so far, and the sums it learns from.
 
@@ -192,39 +127,44 @@ class WarmupState(NamedTuple):
     - **iteration** - how many MCMC iterations are done.
     - **num_warmup** - how many iterations are warmup.
     - **arrival** - how particles arrive.
-    - **scales** - the change of variables: the centering and the linear scales, with the moments they come from.
-    - **step** - the step size and its measurements.
-    - **bandwidth** - the bandwidth h in use; 0 if the interaction has none.
-    - **reference** - the reference points of control variates, or ``None``.
+    - **moments** - moments of the cloud since a time within the window, or of the settling part since 70 % of the
+      warmup (``BEGINNINGS`` in ``windows.py``).
+    - **noise_shrinkage** - the largest factor by which the variance of a noisy direction exceeds 1 in whitened
+      coordinates.
+    - **step_size** - the measured ε.
+    - **bias** - the relative inflation of variances that this ε is expected to cause; negative if unknown.
+    - **mean_bias** - the same as the mean over directions; negative if unknown.
+    - **effective_draws** - how many independent draws a run as long as the warmup is worth with this ε, for the
+      direction that moves slowest; negative if the step is not measured.
+    - **is_raised** - whether the bias exceeds the tolerance, because the run is short.
+    - **noise_share** - the share of the gradient noise that successive minibatches do not cancel: 1 unless they depend
+      on each other.
+    - **measurements** - curvature and noise since the scales last changed.
     - **symptoms** - symptoms of a posterior that no linear scale suits; ``None`` if the step is not measured.
-    - **jumps** - the state of the kernel's ``moves``, or of jumps that switch themselves on; else ``None``.
-    - **posterior_id** - the identity of the data and the model, four words; zeros where it is unknown, ``None``
-      where nothing needs it.
-    - **data_fingerprint** - a start, flat and unconstrained, and U there on a few rows, which tells whether a run on
-      data with another identity has other data than its warmup; ``None`` without a warmup.
+    - **preconditioner**, **bandwidth**, **reference**, **centering**, **jumps**, **posterior_id**,
+      **data_fingerprint** - as in :class:`~numpyro_repulsion.warmup.Learned`, so far; the last one as a pair.
     """
 
     iteration: Integer[AnyArray, ""]
     num_warmup: Integer[AnyArray, ""]
     arrival: ArrivalState
-    scales: ScalesState
-    step: StepState
+    preconditioner: Preconditioner
+    moments: Moments
+    noise_shrinkage: Float[AnyArray, ""]
+    centering: Centering | None
+    step_size: Float[AnyArray, ""]
+    bias: Float[AnyArray, ""]
+    mean_bias: Float[AnyArray, ""]
+    effective_draws: Float[AnyArray, ""]
+    is_raised: Bool[AnyArray, ""]
+    noise_share: Float[AnyArray, ""]
+    measurements: Measurements
     bandwidth: Float[AnyArray, ""]
     reference: Reference | None
     symptoms: Symptoms | None
-    jumps: JumpsState | None
+    jumps: JumpsState | None = None
     posterior_id: Integer[AnyArray, 4] | None = None
     data_fingerprint: tuple[Float[AnyArray, " d"], Float[AnyArray, ""]] | None = None
-
-    @property
-    def preconditioner(self) -> Preconditioner:
-        """The linear change of variables."""
-        return self.scales.preconditioner
-
-    @property
-    def centering(self) -> Centering | None:
-        """How the entries of a particle are centered, before that change."""
-        return self.scales.centering
 
     @property
     def has_basins(self) -> bool:
@@ -240,20 +180,6 @@ class WarmupState(NamedTuple):
     def may_have_basins(self) -> bool:
         """Whether particles are in several basins, or keep apart and no force is seen to pull them together."""
         return self.has_basins or bool(self.symptoms is not None and self.symptoms.widest.may_have_basins)
-
-    @property
-    def moments(self) -> Moments:
-        """The moments of the cloud in the current window; only a state with a warmup has them."""
-        if self.scales.moments is None:
-            raise ValueError("This state comes from a run with num_warmup=0, which learns no moments; set num_warmup.")
-        return self.scales.moments
-
-    @property
-    def measurements(self) -> Measurements:
-        """The measurements since the scales last changed; only a state with a warmup has them."""
-        if self.step.measurements is None:
-            raise ValueError("This state comes from a run with num_warmup=0, which measures nothing; set num_warmup.")
-        return self.step.measurements
 
     @property
     def noise(self) -> float:
@@ -282,117 +208,46 @@ class WarmupState(NamedTuple):
         bandwidth: Float[AnyArray, ""],
         cloud: Cloud,
         plan: WarmupPlan,
-        jumps: JumpsState | None = None,
-        centering: Centering | None = None,
         units: Units | None = None,
+        centering: Centering | None = None,
+        **others: Any,
     ) -> WarmupState:
         """Return the state before the first iteration.
 
-        :param centering: that of the model's own coordinates; ``None`` if they stay.
         :param units: those of the Hessian, if control variates may be of second order.
+        :param others: the fields that are ``None`` by default.
         """
         shape, dtype = cloud.z.shape, cloud.z.dtype
         particles, dimension = shape[0] * shape[1], shape[2]
-        learns = num_warmup > 0
-        reference = None
+        unknown, one, reference = jnp.asarray(UNKNOWN, dtype), jnp.ones((), dtype), None
         if plan.epoch is not None:
-            reference = Reference.none(shape, dtype, order=int(not (learns and plan.arrives)))
-        elif learns and plan.has_reference:
+            reference = Reference.none(shape, dtype, order=int(not plan.arrives))
+        elif plan.has_reference:
             reference = Reference.none(dimension, dtype, units=units)
-        scales = ScalesState(
-            preconditioner,
-            Moments.empty(dimension, dtype, plan.kind == "dense") if learns else None,
-            jnp.ones((), dtype),
-            centering,
-        )
         return WarmupState(
             iteration=jnp.zeros((), jnp.int32),
             num_warmup=jnp.asarray(num_warmup, jnp.int32),
-            arrival=ArrivalState.start(cloud.z, scales, plan, learns and plan.arrives),
-            scales=scales,
-            step=StepState.start(step_size, particles, dtype, learns),
+            arrival=ArrivalState.start(cloud.z, preconditioner, plan),
+            preconditioner=preconditioner,
+            moments=Moments.empty(dimension, dtype, plan.kind == "dense"),
+            noise_shrinkage=one,
+            centering=centering,
+            step_size=jnp.asarray(step_size, dtype),
+            bias=unknown,
+            mean_bias=unknown,
+            effective_draws=unknown,
+            is_raised=jnp.zeros((), bool),
+            noise_share=one,
+            measurements=Measurements.empty(1 + len(SETTLING_ENDS), particles, dtype),
             bandwidth=bandwidth,
             reference=reference,
-            symptoms=Symptoms.empty(particles, dimension, dtype) if learns and plan.rule else None,
-            jumps=jumps,
+            symptoms=Symptoms.empty(particles, dimension, dtype) if plan.rule else None,
+            **others,
         )
 
 
-@runtime_checkable
-class Sampler(Protocol):
-    """What learners may use of the sampler. Arrays are those of the host; random numbers are the generator's.
-
-    - **plan** - what this warmup learns.
-    - **num_steps** - how many updates one iteration makes.
-    - **tunes_bandwidth** - whether warmup chooses the bandwidth by its measured gain.
-    - **shares_minibatches** - whether the particles of a group share their minibatch.
-    - **minibatch_size** - the number of rows in a minibatch.
-    - **num_minibatches** - how many minibatches there are in the data.
-    """
-
-    @property
-    def plan(self) -> WarmupPlan: ...
-    @property
-    def dynamics(self) -> Dynamics: ...
-    @property
-    def num_steps(self) -> int: ...
-    @property
-    def tunes_bandwidth(self) -> bool: ...
-    @property
-    def shares_minibatches(self) -> bool: ...
-    @property
-    def minibatch_size(self) -> int: ...
-    @property
-    def num_minibatches(self) -> int: ...
-
-    def couple(self, u: np.ndarray, bandwidth: np.ndarray) -> Coupling:
-        """Return the bound and the diagonal of K for particles ``(G, L, d)``; it has no operations."""
-
-    def steepness(self, u: np.ndarray, bandwidth: np.ndarray) -> np.ndarray:
-        """Return how fast Γ changes along a random direction."""
-
-    def bandwidth_of(self, u: np.ndarray) -> np.ndarray:
-        """Return the bandwidth by the rule of the interaction."""
-
-    def best_bandwidth(self, u: np.ndarray, rule: np.ndarray, tolerance: float) -> np.ndarray:
-        """Return the bandwidth that speeds up averages over the cloud most."""
-
-    def gradients(self, warmup: WarmupState) -> Gradients:
-        """Return the function for gradients in whitened coordinates."""
-
-    def energy_and_grad(self, warmup: WarmupState, seed: int, u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return U and ∇U on the minibatch of a seed."""
-
-    def energy_on_common_rows(self, warmup: WarmupState, u: np.ndarray) -> np.ndarray:
-        """Return the potential energies of all particles on the same rows, ``(G, L)``."""
-
-    def energy_to_compare(self, centering: Centering | None, y: np.ndarray) -> np.ndarray:
-        """Return by how much particles in the coordinates of a centering fit: energies without the prior, on the same
-        rows for all, ``(G, L)``."""
-
-    def recover(self, warmup: WarmupState, u: np.ndarray, learns: bool) -> tuple[Centering, Recovered]:
-        """Return the particles in the coordinates of the model, and the centering.
-
-        :param learns: whether the centering gets powers and bases estimated from gradients.
-        """
-
-    def to_coordinates(self, centering: Centering, found: Recovered) -> np.ndarray:
-        """Return particles in the coordinates of a centering, ``(G, L, d)``."""
-
-    def evaluate_reference(
-        self, rng: Generator, warmup: WarmupState, reference: Reference, with_hessian: bool
-    ) -> Reference:
-        """Return the reference at its position, in whitened coordinates, with U and ∇U over all rows, and ∇²U on
-        request."""
-
-    def mean_curvature(self, warmup: WarmupState, u: np.ndarray) -> Arrow:
-        """Return the curvature in diagonally whitened coordinates: the mean over particles ``(G, L, d)`` of that of the
-        prior, and that of the likelihood over all rows at the reference, which must have a Hessian."""
-
-    def settled(self, cloud: Cloud, step_size: np.ndarray, noise: np.ndarray) -> Cloud:
-        """Return the cloud with what its dynamics carries adapted to a step."""
-
-
 Found = tuple[WarmupState, Cloud]
+#: What learners may use of the sampler: ``HostSampler`` in ``kernels/warmup_host.py``.
+Sampler: TypeAlias = Any
 #: ``(rng, window, warmup, cloud, sampler) -> (warmup, cloud)``, at the end of each window, on arrays of the host.
 Learner = Callable[[Generator, Window, WarmupState, Cloud, Sampler], Found]

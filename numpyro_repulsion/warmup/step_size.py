@@ -73,13 +73,13 @@ def update_step_size(rng: Generator, window: Window, warmup: WarmupState, cloud:
     if sampler.plan.rule is None:
         return found, cloud
     found = _with_step_size(rng, window, found, cloud, sampler)
-    return found, sampler.settled(cloud, found.step.size, found.isotropic_noise)
+    return found, sampler.settled(cloud, found.step_size, found.isotropic_noise)
 
 
 def _measured(rng, window, warmup, cloud, sampler):
     """Add a measurement, and use control variates only if they do not add noise."""
     plan = sampler.plan
-    width = WIDTH if plan.kind else WIDTH * np.sqrt(warmup.arrival.step_size if plan.arrives else warmup.step.size)
+    width = WIDTH if plan.kind else WIDTH * np.sqrt(warmup.arrival.step_size if plan.arrives else warmup.step_size)
     # Curvature and noise around a particle that has run away may be a million times that around the others.
     measured = rescue(rng, cloud.z, warmup.arrival.lost)
     orders = [0]
@@ -96,7 +96,7 @@ def _measured(rng, window, warmup, cloud, sampler):
     if window.is_adapting:
         known = type(known)(np.zeros_like(known.number), *(np.full_like(x, UNKNOWN) for x in known[1:]))
     known = known.add(curvature, noise, sampler.steepness(cloud.z, warmup.bandwidth))
-    warmup = warmup._replace(step=warmup.step._replace(measurements=known))
+    warmup = warmup._replace(measurements=known)
     if plan.has_reference:
         order = np.asarray(_best_order(warmup, cloud, sampler, orders), np.int32)
         warmup = warmup._replace(reference=warmup.reference._replace(order=order))
@@ -106,7 +106,7 @@ def _measured(rng, window, warmup, cloud, sampler):
 def _best_order(warmup, cloud, sampler, orders):
     """Return the best order of control variates: by the noise; in sweeps by the step, because each costs gradients."""
     plan, dynamics = sampler.plan, sampler.dynamics
-    known = warmup.step.measurements
+    known = warmup.measurements
     if plan.sweep is None or plan.rule is None:
         # Of equal ones the highest.
         return min(sorted(orders, reverse=True), key=lambda order: known.mean_noise[order])
@@ -122,8 +122,9 @@ def _best_order(warmup, cloud, sampler, orders):
 
 
 def _stats(warmup, noise, spread, coupling, sampler):
-    plan, shared = sampler.plan, sampler.shares_minibatches
-    return summarize_curvature(warmup.measurements, noise, spread, coupling, sampler.dynamics, shared, plan.sweep)
+    plan = sampler.plan
+    measured = warmup.measurements, noise, spread, coupling
+    return summarize_curvature(*measured, sampler.dynamics, plan.shares_minibatches, plan.sweep)
 
 
 def _max_step_for_sums(rng, window, warmup, cloud, sampler, error, stats, needed):
@@ -157,7 +158,7 @@ def _with_step_size(rng, window, warmup, cloud, sampler):
     rule = plan.rule
     error = dynamics.step_error(coupling)
     tolerance = plan.tolerance(error, warmup.order)
-    num_particle_updates = float(cloud.potential_energy.size * sampler.num_steps * window.timetable.num_warmup)
+    num_particle_updates = float(cloud.potential_energy.size * plan.num_steps * window.timetable.num_warmup)
     draws_per_step = num_particle_updates * error.relaxation_rate(spread) / 2.0
     # Only jumps move particles between basins, so a longer step gains no draws there. With minibatches, a longer step
     # must gain draws in most coordinates, because its bias is in all of them; and a cloud that has just arrived is too
@@ -192,12 +193,11 @@ def _with_step_size(rng, window, warmup, cloud, sampler):
     bias, effective_draws = error.bias(step_size, stats), step_size * draws_per_step
     mean_bias = error.mean_bias(step_size, stats)
     remaining = error.remaining_noise(step_size, stats._replace(noise=1.0))
-    step = warmup.step._replace(
-        size=step_size,
+    return warmup._replace(
+        step_size=step_size,
         bias=UNKNOWN if np.isnan(bias) else bias,
         mean_bias=UNKNOWN if np.isnan(mean_bias) else mean_bias,
         effective_draws=UNKNOWN if np.isnan(effective_draws) else effective_draws,
         is_raised=bias > 1.01 * tolerance,
         noise_share=remaining,
     )
-    return warmup._replace(step=step)

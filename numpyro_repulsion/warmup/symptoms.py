@@ -29,22 +29,22 @@ class Widest(NamedTuple):
 
     Minibatch noise cancels in all of them, because it does not depend on positions.
 
-    - **variance** - the variance of the positions, over particles and time.
-    - **share** - the share of the variance that is between particles, in [0, 1].
-    - **explored** - the covariance of position and gradient of one particle over time, over T: at least 1 once it has
-      explored its basin, whatever the shape of that; less errors.
-    - **pull** - how fast mean gradients grow with the distance between particles, compared with those of one particle:
-      1 in a common Gaussian basin, however slow particles are, and 0 in separate ones; plus errors.
-    - **least_pull** - how fast mean gradients grow with that distance; less errors.
-    - **gap** - the largest distance between the means of neighboring particles, beyond that by chance in one wide
-      basin, in units of the standard deviation of one particle over time.
     """
 
+    #: The variance of the positions, over particles and time.
     variance: Float[AnyArray, ""]
+    #: The share of the variance that is between particles, in [0, 1].
     share: Float[AnyArray, ""]
+    #: The covariance of position and gradient of one particle over time, over T: at least 1 once it has explored its
+    #: basin, whatever the shape of that; less errors.
     explored: Float[AnyArray, ""]
+    #: How fast mean gradients grow with the distance between particles, compared with those of one particle: 1 in a
+    #: common Gaussian basin, however slow particles are, and 0 in separate ones; plus errors.
     pull: Float[AnyArray, ""]
+    #: How fast mean gradients grow with that distance; less errors.
     least_pull: Float[AnyArray, ""]
+    #: The largest distance between the means of neighboring particles, beyond that by chance in one wide basin, in
+    #: units of the standard deviation of one particle over time.
     gap: Float[AnyArray, ""]
 
     @property
@@ -69,33 +69,22 @@ class Symptoms(NamedTuple):
     large mean. x are positions in units of the scales and g gradients, along the coordinates of the model; s is the
     logarithm of the mean squared gradient in each of B blocks of successive coordinates.
 
-    - **number** - how many pairs of particle and iteration.
-    - **origin** - the first mean of the particles, whitened, ``(d,)``.
-    - **powers** - sums of x, x², x⁴, g² and x² g², ``(5, d)``.
-    - **logs** - sums of s and s², ``(2, B)``.
-    - **products** - sums of x s, ``(d, B)``.
-    - **places**, **levels** - sums of x and of s for each particle, ``(P, d)`` and ``(P, B)``.
-    - **direction** - a unit vector in whitened coordinates, ``(d,)``; power iteration, one step per window, turns it
-      into the direction in which positions vary most.
-    - **images** - sums over the window of u and of u (u · direction), ``(2, d)``.
-    - **along** - sums over the window of p = u · direction, p², q = ∇U · direction and p q for each particle,
-      ``(4, G L)``.
-    - **length** - iterations in the window so far.
-    - **widest** - statistics along the direction of the last complete window.
     """
 
-    number: Float[AnyArray, ""]
-    origin: Float[AnyArray, " d"]
-    powers: Float[AnyArray, "_ _"]
-    logs: Float[AnyArray, "_ _"]
-    products: Float[AnyArray, "_ _"]
-    places: Float[AnyArray, "_ d"]
-    levels: Float[AnyArray, "_ _"]
+    number: Float[AnyArray, ""]  # of pairs of particle and iteration
+    origin: Float[AnyArray, " d"]  # the first mean of the particles, whitened
+    powers: Float[AnyArray, "_ _"]  # sums of x, x², x⁴, g² and x² g², ``(5, d)``
+    logs: Float[AnyArray, "_ _"]  # sums of s and s², ``(2, B)``
+    products: Float[AnyArray, "_ _"]  # sums of x s, ``(d, B)``
+    places: Float[AnyArray, "_ d"]  # sums of x for each particle
+    levels: Float[AnyArray, "_ _"]  # sums of s for each particle, ``(P, B)``
+    #: A unit vector in whitened coordinates; power iteration, one step per window, turns it into the direction in which
+    #: positions vary most.
     direction: Float[AnyArray, " d"]
-    images: Float[AnyArray, "_ _"]
-    along: Float[AnyArray, "_ _"]
-    length: Float[AnyArray, ""]
-    widest: Widest
+    images: Float[AnyArray, "_ _"]  # sums over the window of u and of u (u · direction), ``(2, d)``
+    along: Float[AnyArray, "_ _"]  # those of p = u · direction, p², q = ∇U · direction and p q, ``(4, P)``
+    length: Float[AnyArray, ""]  # iterations in the window so far
+    widest: Widest  # statistics along the direction of the last complete window
 
     @staticmethod
     def empty(particles: int, dimension: int, dtype) -> Symptoms:
@@ -119,12 +108,7 @@ class Symptoms(NamedTuple):
         )
 
     def add(self, u: Float[AnyArray, "n d"], gradient: Float[AnyArray, "n d"], change: Preconditioner) -> Symptoms:
-        """Return the sums with the particles of one more iteration.
-
-        :param u: whitened positions, ``(P, d)``.
-        :param gradient: gradients with respect to ``u``.
-        :param change: the change of variables in use.
-        """
+        """Return the sums with the particles of one more iteration, and gradients there, whitened by a change."""
         origin = jnp.where(self.number > 0, self.origin, u.mean(0))
         u = u - origin
         x, slope = change.by_coordinate(u, gradient)

@@ -40,16 +40,11 @@ LAST_ADAPTED = FREEZE - BEGINNINGS[-2]
 
 
 class Timetable(NamedTuple):
-    """Where the windows of a warmup lie.
+    """Where the windows of a warmup lie."""
 
-    - **num_warmup** - how many iterations are warmup.
-    - **is_prolonged** - whether the arrival is prolonged.
-    - **late** - how many iterations the second half of a prolonged arrival has at most; ``None`` for no limit.
-    """
-
-    num_warmup: int
-    is_prolonged: bool = False
-    late: int | None = None
+    num_warmup: int  # how many iterations are warmup
+    is_prolonged: bool = False  # whether the arrival is prolonged
+    late: int | None = None  # as in `WarmupPlan`
 
     def at(self, fraction: float) -> int:
         """Return how many iterations a fraction of warmup has, at least one."""
@@ -103,14 +98,10 @@ class Timetable(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A window that has ended, and what is due.
-
-    - **timetable** - where the windows of this warmup lie.
-    - **ends** - after how many iterations it ended.
-    """
+    """A window that has ended, and what is due."""
 
     timetable: Timetable
-    ends: int
+    ends: int  # after how many iterations it ended
 
     def is_at(self, fraction: float) -> bool:
         """Whether it ended after a fraction of warmup."""
@@ -118,22 +109,18 @@ class Window(NamedTuple):
 
     @property
     def is_prolonged(self) -> bool:
-        """Whether the arrival is prolonged."""
         return self.timetable.is_prolonged
 
     @property
     def is_last(self) -> bool:
-        """Whether it is the last one."""
         return self.ends == self.timetable.num_warmup
 
     @property
     def was_arrival(self) -> bool:
-        """Whether particles arrived in it."""
         return self.ends <= self.timetable.at(ARRIVED)
 
     @property
     def has_arrived(self) -> bool:
-        """Whether particles have arrived."""
         return self.ends >= self.timetable.at(ARRIVED)
 
     @property

@@ -31,7 +31,7 @@ from numpyro_repulsion import (
 )
 from numpyro_repulsion.diagnostics import MODES, SHORT, ensemble_mcse, why_unknown
 from numpyro_repulsion.dynamics import Overdamped
-from numpyro_repulsion.kernels import coupling_of
+from numpyro_repulsion.kernels.runs import coupling_of
 
 LIMIT = 4.5
 L, N, RHO, REPLICAS = 10, 500, 0.8, 300

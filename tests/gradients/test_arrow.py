@@ -187,7 +187,7 @@ def test_starts_are_whitened_without_the_root(monkeypatch):
     for name in ("solve", "transposed_times"):
         monkeypatch.setattr(ArrowRoot, name, refuse)
     begun = SGLD(ratings).start(random.split(random.key(0), 4), 100, None, args, {})
-    assert begun.warmup.scales.preconditioner.kind == "arrow" and np.isfinite(begun.cloud.z).all()
+    assert begun.warmup.preconditioner.kind == "arrow" and np.isfinite(begun.cloud.z).all()
 
 
 def chained(user, y, num_users=600):

@@ -142,12 +142,12 @@ def test_each_quantity_freezes_in_its_turn_and_programs_serve_other_data(data, c
 
     references = [25, 30, 40, 60]
     scales = {15, *references}
-    assert set(changes(warmup.scales.preconditioner.scale)) == scales
-    assert set(changes(warmup.scales.preconditioner.center)) == scales
+    assert set(changes(warmup.preconditioner.scale)) == scales
+    assert set(changes(warmup.preconditioner.center)) == scales
     assert changes(warmup.reference.position) == references
     settling = [25, 30, 40, 60, 65, 70, 75, 80, 85, 90, 95, 100]
-    assert changes(warmup.step.measurements.curvature) == settling
-    assert set(changes(warmup.step.size)) <= set(settling)
+    assert changes(warmup.measurements.curvature) == settling
+    assert set(changes(warmup.step_size)) <= set(settling)
     assert set(changes(warmup.bandwidth)) <= {*range(61), *settling}
     assert set(changes(warmup.arrival.step_size)) <= {*range(26), *settling}
 

@@ -16,7 +16,6 @@ from numpyro_repulsion.dynamics import Overdamped
 from numpyro_repulsion.interactions import Laplacian, RandomFeatures, RandomGroups, Scheduled, median_bandwidth
 from numpyro_repulsion.warmup import Timetable, WarmupPlan, WarmupState, Window
 from numpyro_repulsion.warmup.bandwidth import best_bandwidth, gains, score, update_bandwidth
-from numpyro_repulsion.warmup.state import StepState
 
 LEARNED = RBF("learned")
 #: A budget with which K may widen at no cost.
@@ -144,10 +143,11 @@ def test_windows_count_alike_once_scales_are_frozen():
             return found
 
         sampler = SimpleNamespace(
-            plan=plan, tunes_bandwidth=tunes_bandwidth, bandwidth_of=lambda u: rule, best_bandwidth=best_bandwidth
+            plan=plan._replace(tunes_bandwidth=tunes_bandwidth),
+            bandwidth_of=lambda u: rule,
+            best_bandwidth=best_bandwidth,
         )
-        step = StepState(0.1, 0.01, 0.01, 0.0, is_raised, 1.0, None)
-        warmup = WarmupState(*[None] * 10)._replace(step=step, bandwidth=7.0)
+        warmup = WarmupState(*[None] * 17)._replace(is_raised=is_raised, bandwidth=7.0)
         return update_bandwidth(None, Window(timetable, ends), warmup, cloud, sampler)[0].bandwidth
 
     expected = [7.0, rule, found, 7.0**0.75 * found**0.25]

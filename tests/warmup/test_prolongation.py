@@ -17,7 +17,8 @@ from benchmarks.problems.targets import bayesian_neural_network as network
 from numpyro_repulsion import SGLD, SGLDR, SGNHT, SVRG, BiasBudget, Subsampled
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.kernels import warmup_programs
-from numpyro_repulsion.warmup import Timetable, WarmupPlan, WarmupState, Window, arrival, first_scale, scales, step_size
+from numpyro_repulsion.warmup import Timetable, WarmupPlan, WarmupState, Window, arrival, scales, step_size
+from numpyro_repulsion.warmup.preconditioner import first_scale
 from numpyro_repulsion.warmup.windows import ARRIVED, FIRST_WHITENED
 
 N, BATCH, PARTICLES = 200, 20, 8
@@ -67,8 +68,8 @@ def test_networks_go_on_to_arrive_in_standardized_coordinates(kernel, scale, mon
         assert not np.allclose(sites(sampler, usual, X, Y, **kwargs)[name], there[name], rtol=2e-4, atol=1e-5)
     monkeypatch.undo()
     end = sampler.warm(before, 75, 100, (X, Y), kwargs)
-    assert end.warmup.arrival.is_prolonged and end.warmup.step.size > 0
-    assert end.warmup.step.measurements.number > 1
+    assert end.warmup.arrival.is_prolonged and end.warmup.step_size > 0
+    assert end.warmup.measurements.number > 1
     scales = end.warmup.preconditioner
     assert jax.tree.all(jax.tree.map(lambda x: np.isfinite(x).all(), (end.cloud, scales)))
     # Gradients of a unit's weights depend on its other weights, which is no funnel.
@@ -119,9 +120,7 @@ def test_when_an_arrival_is_prolonged(scale, noise, energies, is_prolonged):
     warmup = jax.device_get(WarmupState.start(100, change, 1e-3, jnp.zeros(()), cloud, plan))
     variances = np.array([*noise, -1.0])
     measured = warmup.measurements.add(np.ones(PARTICLES), np.stack([variances] * 3), 0.0)
-    warmup = warmup._replace(
-        step=warmup.step._replace(measurements=measured), arrival=warmup.arrival._replace(halfway=halfway)
-    )
+    warmup = warmup._replace(measurements=measured, arrival=warmup.arrival._replace(halfway=halfway))
     settings = rng, Window(Timetable(100), 25), warmup, cloud
     with np.errstate(all="ignore"):
         found, moved = arrival.update_prolongation(*settings, Compared(iter(energies)))
@@ -233,7 +232,7 @@ def test_a_lost_particle_does_not_set_the_scales_of_all(before_arrival, scale, m
 def test_a_lost_particle_neither_shortens_the_step_nor_prolongs_the_arrival(before_arrival, monkeypatch):
     state, lost, sample = before_arrival("dense")
     usual, found = sample(state).warmup, sample(lost).warmup
-    np.testing.assert_allclose(found.step.size, usual.step.size, rtol=0.5)
+    np.testing.assert_allclose(found.step_size, usual.step_size, rtol=0.5)
     assert found.reference.order
     monkeypatch.setattr(arrival, "CONVEX", 1.1)
     assert not sample(lost).warmup.arrival.is_prolonged

@@ -14,7 +14,8 @@ import numpyro.distributions as dist
 from numpyro_repulsion import SGHMC, SGLD, SVGD, SVRG, Archive, diagnose, run_in_pieces, to_inference_data
 from numpyro_repulsion.gradients import ModelTarget
 from numpyro_repulsion.kernels import warmup_host
-from numpyro_repulsion.warmup import draw_seed, scales
+from numpyro_repulsion.warmup import scales
+from numpyro_repulsion.warmup.curvature import draw_seed
 from numpyro_repulsion.warmup.windows import ENDS
 
 EFFECTS = jnp.array([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
@@ -261,7 +262,7 @@ def test_learners_draw_numbers_of_their_own_in_each_window(monkeypatch):
             found.append(draw_seed(rng))
             return warmup, cloud
 
-        monkeypatch.setattr(warmup_host, "ALL_LEARNERS", (draw, draw))
+        monkeypatch.setattr(warmup_host, "LEARNERS", (draw, draw))
         kernel, keys = SGLD(potential_fn=lambda z: z @ z / 2), random.split(random.key(seed), 4)
         warmed(kernel, keys, 100, 100, init_params=jnp.ones((4, 2)))
         return found

@@ -510,8 +510,6 @@ class Sampler(NamedTuple):
     plan: WarmupPlan
     gradient: Callable
     dynamics: Dynamics = Overdamped()
-    num_steps: int = 10
-    shares_minibatches: bool = False
 
     def gradients(self, warmup):
         return self.gradient
@@ -532,7 +530,7 @@ def tune(gradients, u, has_noise=False, **fields):
     cloud = Cloud(u, np.zeros(u.shape[:2], np.float32), next(iter(gradients([(0, u, 0)]))), ())
     warmup = WarmupState.start(100, Preconditioner(), 1e-3, jnp.asarray(jnp.nan), cloud, plan)
     moments = warmup.moments.add(*(x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient)))
-    warmup = jax.device_get(warmup._replace(scales=warmup.scales._replace(moments=moments), **fields))
+    warmup = jax.device_get(warmup._replace(moments=moments, **fields))
     with np.errstate(all="ignore"):
         return update_step_size(generator(), Window(Timetable(100), 100), warmup, cloud, Sampler(plan, gradients))[0]
 
@@ -543,11 +541,11 @@ def test_where_no_curvature_is_met_the_step_follows_from_the_spread():
 
     # On average, curvature is at least one over the variance.
     u = 10.0 + numbers(0, (1, 6, 3))
-    np.testing.assert_allclose(tune(cone, u).step.size, 0.5 * u.var(1).max(), rtol=1e-5)
+    np.testing.assert_allclose(tune(cone, u).step_size, 0.5 * u.var(1).max(), rtol=1e-5)
     # Particles that do not move have no spread.
     arrival = ArrivalState(jnp.array([[0.1, 0.4, 0.1, 0.4, 0.1, 0.4]]), jnp.zeros((1, 6), bool), None)
     found = tune(cone, np.ones((1, 6, 3), np.float32), arrival=arrival)
-    np.testing.assert_allclose(found.step.size, 0.02, rtol=1e-5)
+    np.testing.assert_allclose(found.step_size, 0.02, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("corrected", "order"), [(0.1, 1), (10.0, 0)])
@@ -1109,7 +1107,7 @@ def test_groups_share_what_is_learned():
     starts = random.normal(random.key(1), (12, 2))
     keys = random.split(random.key(0), 12)
     warmup = warmed(kernel, keys, 60, 60, init_params=starts).warmup
-    assert warmup.arrival.step_size.shape == (2, 6) and warmup.step.size.shape == ()
+    assert warmup.arrival.step_size.shape == (2, 6) and warmup.step_size.shape == ()
     # The moments are of all 12 particles, at every iteration of the last part.
     assert warmup.moments.number == 12 * (60 - int(0.7 * 60))
 
