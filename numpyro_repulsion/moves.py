@@ -234,7 +234,8 @@ class Archive(Move[ArchiveState]):
 
         >>> from jax import random
         >>> import jax.numpy as jnp
-        >>> import numpyro, numpyro.distributions as dist
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
         >>> from numpyro.infer import MCMC, init_to_uniform
         >>> from numpyro_repulsion import Archive, SGLD
         >>> def model():

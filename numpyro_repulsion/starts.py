@@ -74,7 +74,8 @@ def init_from_guide(guide: Any, params: Mapping[str, Any]) -> JointStrategy:
     .. doctest::
 
         >>> from jax import random
-        >>> import numpyro, numpyro.distributions as dist
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
         >>> from numpyro.infer import SVI, Trace_ELBO
         >>> from numpyro.infer.autoguide import AutoNormal
         >>> from numpyro_repulsion import SGLD, init_from_guide
@@ -116,7 +117,8 @@ def init_from_idata(data: Any, group: str = "posterior") -> JointStrategy:
     .. doctest::
 
         >>> from jax import random
-        >>> import numpyro, numpyro.distributions as dist
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
         >>> from numpyro.infer import MCMC
         >>> from numpyro_repulsion import SGLD, init_from_idata, to_inference_data
         >>> def model(y):
@@ -159,7 +161,8 @@ def init_around(values: Mapping[str, Any], scale: float = 0.1) -> Callable:
     .. doctest::
 
         >>> from numpyro_repulsion import SGLDR, init_around
-        >>> import numpyro, numpyro.distributions as dist
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
         >>> def model(y):
         ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
         ...     numpyro.sample("y", dist.Normal(mu, 1), obs=y)

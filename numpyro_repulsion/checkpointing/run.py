@@ -82,7 +82,8 @@ def run_in_pieces(
 
         >>> import tempfile
         >>> from jax import random
-        >>> import numpyro, numpyro.distributions as dist
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
         >>> from numpyro.infer import MCMC
         >>> from numpyro_repulsion import SGLDR, run_in_pieces
 

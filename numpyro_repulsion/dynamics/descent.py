@@ -86,7 +86,8 @@ class Descent(Dynamics):
 
     def init(self, key, z, energy_and_grad, couple):
         memory = [x.reshape(*z.shape[:-1], -1) for x in jax.tree.leaves(_each(self.optimizer.init, z)(z))]
-        return Cloud(z, *energy_and_grad(z))._replace(memory=tuple(memory))
+        energy, gradient = energy_and_grad(z)
+        return Cloud(z, energy, gradient, tuple(memory))
 
     def step(self, key, cloud, energy_and_grad, couple, step_size):
         z, coupling = cloud.z, couple(cloud.z)
@@ -97,7 +98,8 @@ class Descent(Dynamics):
         direction, state = _each(self.optimizer.update, z)(slope, state, z)
         memory = (x.reshape(old.shape) for x, old in zip(jax.tree.leaves(state), cloud.memory, strict=True))
         z = z - step_size * direction
-        return Cloud(z, *energy_and_grad(z))._replace(memory=tuple(memory))
+        energy, gradient = energy_and_grad(z)
+        return Cloud(z, energy, gradient, tuple(memory))
 
 
 def _each(function, z):

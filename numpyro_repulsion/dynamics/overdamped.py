@@ -82,7 +82,8 @@ class Overdamped(Dynamics):
     def init(self, key, z, energy_and_grad, couple):
         coupling = couple(z)
         memory = (coupling.draw(key),) if self.averages_noise(coupling.is_identity) else ()
-        return Cloud(z, *energy_and_grad(z))._replace(memory=memory)
+        energy, gradient = energy_and_grad(z)
+        return Cloud(z, energy, gradient, memory)
 
     def step(self, key, cloud, energy_and_grad, couple, step_size):
         coupling = couple(cloud.z)
@@ -97,7 +98,8 @@ class Overdamped(Dynamics):
             if memory:
                 noise, memory = (drawn + memory[0]) / 2, (drawn,)
             z = z + jnp.sqrt(2.0 * step_size * self.temperature) * noise
-        return Cloud(z, *energy_and_grad(z))._replace(memory=memory)
+        energy, gradient = energy_and_grad(z)
+        return Cloud(z, energy, gradient, memory)
 
     def jumped(self, cloud, which):
         # In the stationary distribution of averaged noise, z and the carried noise term √(ε/2) ξ have covariance ε/2.

@@ -103,7 +103,8 @@ class Recipe(Dynamics):
         memory: tuple[Shaped[Array, "*particles _"], ...] = ()
         if self.extra:
             memory = (self.temperature**0.5 * normal(key, (*z.shape[:-1], self.extra), z.dtype),)
-        return Cloud(z, *energy_and_grad(z))._replace(memory=memory)
+        energy, gradient = energy_and_grad(z)
+        return Cloud(z, energy, gradient, memory)
 
     def step(self, key, cloud, energy_and_grad, couple, step_size):
         self._require_identity(couple(cloud.z))
@@ -117,7 +118,8 @@ class Recipe(Dynamics):
         noise = einsum("...ij,...j->...i", root, white).reshape(x.shape)
         x = x + step_size * drift + jnp.sqrt(2.0 * step_size * self.temperature) * noise
         z, extra = x[..., : cloud.z.shape[-1]], x[..., cloud.z.shape[-1] :]
-        return Cloud(z, *energy_and_grad(z))._replace(memory=(extra,) if self.extra else ())
+        energy, gradient = energy_and_grad(z)
+        return Cloud(z, energy, gradient, (extra,) if self.extra else ())
 
     def drift(self, x: Float[Array, "n d"], slope: Float[Array, "n d"]) -> Float[Array, "n d"]:
         """Return ``−(D + Q) ∇H + TΓ`` for one ensemble ``(L, d + a)`` and ``slope``, ∇H there, of the same shape."""

@@ -165,7 +165,8 @@ class Underdamped(_Momenta):
             m = self.temperature**0.5 * white
         else:
             m = self.kinetic.momenta(white, self.temperature)
-        return Cloud(z, *energy_and_grad(z))._replace(memory=(m,))
+        energy, gradient = energy_and_grad(z)
+        return Cloud(z, energy, gradient, (m,))
 
     def step(self, key, cloud, energy_and_grad, couple, step_size):
         coupling = couple(cloud.z)
@@ -180,7 +181,8 @@ class Underdamped(_Momenta):
         kick = step_size / 2 * thermal_drift(coupling, cloud.gradient, self.temperature)
         m = self._rub(coupling.white_noise(key, cloud.z), m + kick, step_size) + kick
         z = cloud.z + step_size * coupling.apply(m if self.kinetic is None else self.kinetic.velocity(m))
-        return Cloud(z, *energy_and_grad(z))._replace(memory=(m,))
+        energy, gradient = energy_and_grad(z)
+        return Cloud(z, energy, gradient, (m,))
 
     def _splits(self, coupling):
         return coupling.is_identity and self.kinetic is None
@@ -261,7 +263,8 @@ class Thermostat(_Momenta):
         m = self.temperature**0.5 * couple(z).white_noise(momentum_key, z)
         spread = (self.temperature / (self._inertia(z.shape[-1]) * z.shape[-1])) ** 0.5
         ζ = self.friction + spread * normal(friction_key, (*z.shape[:-1], 1), z.dtype)
-        return Cloud(z, *energy_and_grad(z))._replace(memory=(m, ζ))
+        energy, gradient = energy_and_grad(z)
+        return Cloud(z, energy, gradient, (m, ζ))
 
     def settled(self, cloud, step_size, noise):
         # A friction that noise has raised would fall no faster than T / μ, however long that freezes the particles.
@@ -286,7 +289,8 @@ class Thermostat(_Momenta):
         m = self._rub(white, m + kick, ζ, step_size) + kick
         ζ = ζ + step_size * (jnp.mean(m**2, -1, keepdims=True) - self.temperature) / self._inertia(m.shape[-1])
         z = cloud.z + step_size * coupling.apply(m)
-        return Cloud(z, *energy_and_grad(z))._replace(memory=(m, ζ))
+        energy, gradient = energy_and_grad(z)
+        return Cloud(z, energy, gradient, (m, ζ))
 
     def _excess(self, m, ζ, step_size):
         share = (1.0 - 1.0 / jnp.cosh(step_size * ζ)) / 2.0

@@ -32,7 +32,8 @@ class SGLD(ParticleKernel):
 
         >>> from jax import random
         >>> import jax.numpy as jnp
-        >>> import numpyro, numpyro.distributions as dist
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
         >>> from numpyro.infer import MCMC
         >>> from numpyro_repulsion import SGLD
 
@@ -89,7 +90,8 @@ class SGLDR(ParticleKernel):
     .. doctest::
 
         >>> from jax import random
-        >>> import numpyro, numpyro.distributions as dist
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
         >>> from numpyro.infer import MCMC
         >>> from numpyro_repulsion import SGLDR
 
@@ -164,7 +166,8 @@ class SGHMC(ParticleKernel):
     .. doctest::
 
         >>> from jax import random
-        >>> import numpyro, numpyro.distributions as dist
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
         >>> from numpyro.infer import MCMC
         >>> from numpyro_repulsion import SGHMC
         >>> def model():
@@ -202,7 +205,8 @@ class SGHMCR(ParticleKernel):
     .. doctest::
 
         >>> from jax import random
-        >>> import numpyro, numpyro.distributions as dist
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
         >>> from numpyro.infer import MCMC
         >>> from numpyro_repulsion import SGHMCR
         >>> def model():
@@ -236,7 +240,8 @@ class SGNHT(ParticleKernel):
     .. doctest::
 
         >>> from jax import random
-        >>> import numpyro, numpyro.distributions as dist
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
         >>> from numpyro.infer import MCMC
         >>> from numpyro_repulsion import SGNHT
         >>> def model():
@@ -271,7 +276,8 @@ class SGNHTR(ParticleKernel):
     .. doctest::
 
         >>> from jax import random
-        >>> import numpyro, numpyro.distributions as dist
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
         >>> from numpyro.infer import MCMC
         >>> from numpyro_repulsion import SGNHTR
         >>> def model():
