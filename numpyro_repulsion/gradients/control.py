@@ -230,7 +230,14 @@ class SVRG(ControlVariates):
 
     .. doctest::
 
-        >>> from numpyro_repulsion import SVRG
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
+        >>> from numpyro_repulsion import SGLDR, SVRG
+        >>> def two_modes(y):
+        ...     theta = numpyro.sample("theta", dist.Normal(0, 1))
+        ...     with numpyro.plate("rows", len(y), subsample_size=20) as i:
+        ...         numpyro.sample("y", dist.Normal(theta**2, 1), obs=y[i])
+        >>> kernel = SGLDR(two_modes, gradient=SVRG())
         >>> SVRG(epoch=50)
         SVRG(shared=False, block_size=1, epoch=50)
     """

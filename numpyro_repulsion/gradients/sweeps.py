@@ -69,8 +69,14 @@ class Sweeps(ControlVariates):
 
     .. doctest::
 
-        >>> from numpyro_repulsion import Sweeps
-        >>> Sweeps()
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
+        >>> from numpyro_repulsion import SGLD, Sweeps
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with numpyro.plate("rows", len(y), subsample_size=20) as i:
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+        >>> SGLD(model, gradient=Sweeps()).gradient
         Sweeps(shared=False, block_size=1, order=None, control_variates=True)
     """
 

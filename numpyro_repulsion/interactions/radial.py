@@ -197,6 +197,11 @@ class Laplacian(Wrapping, Gram):
     :raises TypeError: for any other interaction.
     :raises ValueError: for a kernel that is negative at some distance, or a strength that is not positive.
 
+    **References:**
+
+    1. *A Complete Recipe for Stochastic Gradient MCMC*, Y.-A. Ma, T. Chen and E. Fox,
+       https://arxiv.org/abs/1506.04696
+
     **Example**
 
     .. doctest::
