@@ -9,9 +9,6 @@ from numpyro_repulsion.kernels import ParticleState
 from numpyro_repulsion.kernels.warmup_host import iterations_of
 from numpyro_repulsion.kernels.warmup_programs import Frozen
 
-#: Starts of six particles.
-SIX = jnp.linspace(-2.0, 2.0, 12).reshape(6, 2)
-
 
 def quadratic(z):
     return jnp.sum(z**2) / 2

@@ -9,6 +9,8 @@ import numpyro.distributions as dist
 
 X = random.normal(random.key(0), (40, 3))
 Y = (X[:, 0] + random.normal(random.key(1), (40,)) > 0).astype(jnp.int32)
+#: Starts of six particles.
+SIX = jnp.linspace(-2.0, 2.0, 12).reshape(6, 2)
 
 
 def logistic(X, y):

@@ -13,9 +13,10 @@ import warnings
 import jax
 from jax import random
 import jax.numpy as jnp
-from models import SIX, quadratic, vectorized
+from models import quadratic, vectorized
 import numpy as np
 import pytest
+from results import SIX
 
 import numpyro
 import numpyro.distributions as dist

@@ -9,9 +9,10 @@ import sys
 import jax
 from jax import random
 import jax.numpy as jnp
-from models import SIX, programs_of
+from models import programs_of
 import numpy as np
 import pytest
+from results import SIX
 
 import numpyro
 import numpyro.distributions as dist

@@ -7,9 +7,10 @@ import pickle
 import jax
 from jax import random
 import jax.numpy as jnp
-from models import SIX, programs_of, quadratic, vectorized as make
+from models import programs_of, quadratic, vectorized as make
 import numpy as np
 import pytest
+from results import SIX
 
 import numpyro
 import numpyro.distributions as dist
