@@ -387,8 +387,8 @@ def row_latents(
     """Return draws of the latent sites inside of a subsampled plate, which the run itself has integrated out.
 
     For each of some draws of the run, the sites of the chosen rows are drawn from their distribution given that draw
-    and the data: together they are draws from the joint posterior. Each is chosen from 200 draws of a Student's t
-    distribution about its mode, by importance.
+    and the data: together they are draws from the joint posterior. Each is chosen from 200 points about its mode, by
+    importance.
 
     :param mcmc: a run of a model with latent sites inside of one subsampled plate.
     :param rows: which rows of the plate; all by default.

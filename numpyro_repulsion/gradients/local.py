@@ -322,7 +322,9 @@ def log_integrals(
     dimension, dtype = start.shape[-1], start.dtype
     mode, number = find_modes(fixed, lax.stop_gradient(start)), num_points[dimension]
     if dimension == 1:
-        points, log_weights = trapezoid(fixed, mode, number)
+        # Without the ends, where nothing is left.
+        points, log_weights = spread(fixed, mode, jnp.asarray(np.linspace(-1.0, 1.0, number + 2)[1:-1, None], dtype))
+        log_weights = log_weights + math.log(2.0 / (number + 1))
     else:
         x, log_weights = (jnp.asarray(part, dtype)[:, None] for part in gauss_hermite(dimension, number))
         points = mode.at(x)
@@ -331,8 +333,10 @@ def log_integrals(
     return logsumexp(jax.vmap(log_density)(points) + log_weights, 0)
 
 
-def trapezoid(log_density: LogDensity, mode: Mode, number: int) -> tuple[Float[Array, "K B 1"], Float[Array, "K B"]]:
-    """Return points and log weights of a trapezoidal sum for each row's density."""
+def spread(
+    log_density: LogDensity, mode: Mode, t: Float[Array, "K _"]
+) -> tuple[Float[Array, "K B 1"], Float[Array, "K B"]]:
+    """Return points u(t), with t from -1 to 1, over the width of each row's density, and log du/dt."""
     sides, highest = jnp.array([[-1.0], [1.0]], mode.root.dtype), log_density(mode.position)
     gaussian = (2.0 * DROP) ** 0.5 * mode.root[:, 0, 0]
 
@@ -348,10 +352,8 @@ def trapezoid(log_density: LogDensity, mode: Mode, number: int) -> tuple[Float[A
     low, high = lax.fori_loop(0, 6, halve, (-widest, widest))
     left, right = gaussian * 2.0 ** ((low + high) / 2.0)
     scale, skew = 2.0 * left * right / (left + right), (left - right) / (left + right)
-    # Without the ends, where nothing is left.
-    t = jnp.asarray(np.linspace(-1.0, 1.0, number + 2)[1:-1, None], gaussian.dtype)
     points = mode.position[:, 0] + scale * t / (1.0 + skew * t)
-    return points[..., None], jnp.log(2.0 / (number + 1) * scale / (1.0 + skew * t) ** 2)
+    return points[..., None], jnp.log(scale / (1.0 + skew * t) ** 2)
 
 
 def gauss_hermite(dimension: int, number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -437,12 +439,19 @@ def _backward(lower, x):
 
 
 def draw_rows(key: jax.Array, log_density: LogDensity, start: Float[Array, "B k"]) -> Float[Array, "B k"]:
-    """Return one draw from each row's density, of 200 draws from Student's t about its mode, chosen by importance."""
-    normal_key, scale_key, choice_key = random.split(key, 3)
-    mode, freedom, number = find_modes(log_density, start), 5.0, 200
-    scale = jnp.sqrt(freedom / random.chisquare(scale_key, freedom, (number, len(start), 1), start.dtype))
-    x = scale * random.normal(normal_key, (number, *start.shape), start.dtype)
-    points = mode.at(x)
-    proposal = -0.5 * (freedom + start.shape[-1]) * jnp.log1p((x**2).sum(-1) / freedom)
-    chosen = random.categorical(choice_key, jax.vmap(log_density)(points) - proposal, 0)
+    """Return one draw from each row's density, one of 200 points, chosen by importance.
+
+    Of one variable they are spread evenly, with a random shift; otherwise they are draws from Student's t.
+    """
+    point_key, scale_key, choice_key = random.split(key, 3)
+    mode, number, (size, dimension) = find_modes(log_density, start), 200, start.shape
+    if dimension == 1:
+        shift = random.uniform(point_key, (size,), start.dtype)
+        points, log_weights = spread(log_density, mode, 2.0 * (jnp.arange(number)[:, None] + shift) / number - 1.0)
+    else:
+        freedom = 5.0
+        scale = jnp.sqrt(freedom / random.chisquare(scale_key, freedom, (number, size, 1), start.dtype))
+        x = scale * random.normal(point_key, (number, *start.shape), start.dtype)
+        points, log_weights = mode.at(x), 0.5 * (freedom + dimension) * jnp.log1p((x**2).sum(-1) / freedom)
+    chosen = random.categorical(choice_key, jax.vmap(log_density)(points) + log_weights, 0)
     return jnp.take_along_axis(points, chosen[None, :, None], 0)[0]

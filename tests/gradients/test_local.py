@@ -7,6 +7,7 @@ from jax.scipy.special import logsumexp
 import numpy as np
 import pytest
 from results import run
+from scipy.special import digamma, polygamma
 
 import numpyro
 import numpyro.distributions as dist
@@ -186,13 +187,16 @@ def test_energies_are_those_of_the_marginal_model(model, by_hand, data, latent):
     np.testing.assert_allclose(*np.diff(energies, axis=1), rtol=1e-3, atol=1e-2)
 
 
-def test_rows_are_drawn_from_their_distribution():
+@pytest.mark.parametrize("dimension", [1, 2])
+def test_rows_are_drawn_from_their_distribution(dimension):
     y, number = jnp.repeat(jnp.array([0, 4]), 2000), 2000
 
     def log_density(u):
-        return dist.Gamma(2.0, 1.5).log_prob(jnp.exp(u[:, 0])) + u[:, 0] + dist.Poisson(jnp.exp(u[:, 0])).log_prob(y)
+        found = dist.Gamma(2.0, 1.5).log_prob(jnp.exp(u[:, 0])) + u[:, 0] + dist.Poisson(jnp.exp(u[:, 0])).log_prob(y)
+        return found - (u[:, 1:] ** 2).sum(-1) / 2
 
-    draws = np.exp(np.asarray(draw_rows(random.key(1), log_density, jnp.full((len(y), 1), START)), float))
+    start = jnp.full((len(y), dimension), START)
+    draws = np.exp(np.asarray(draw_rows(random.key(1), log_density, start), float))[:, :1]
     for found, shape in zip(draws.reshape(2, number), (2.0, 6.0), strict=True):
         mean, sd = shape / 2.5, shape**0.5 / 2.5
         error = 4.5 * sd / number**0.5
@@ -200,6 +204,19 @@ def test_rows_are_drawn_from_their_distribution():
         # The fourth moment of a gamma distribution gives the error of a variance.
         assert abs(found.var() - sd**2) < error * sd * (2.0 + 6.0 / shape) ** 0.5
         assert abs(found.mean() - 2.0 / 1.5) > error  # the prior's
+
+
+def test_draws_of_skewed_rows_reach_the_long_tail():
+    number = 4000
+
+    def log_density(u):
+        return dist.Gamma(0.2, 2.0).log_prob(jnp.exp(u[:, 0])) + u[:, 0]
+
+    u = np.asarray(draw_rows(random.key(1), log_density, jnp.full((number, 1), START)), float)
+    mean, sd = digamma(0.2) - np.log(2.0), polygamma(1, 0.2) ** 0.5
+    assert abs(u.mean() - mean) < 4.5 * sd / number**0.5
+    # The logarithm has an excess kurtosis near that of an exponential variable, 6.
+    assert abs(u.std() / sd - 1.0) < 4.5 * (2.0 / number) ** 0.5
 
 
 @pytest.mark.slow
