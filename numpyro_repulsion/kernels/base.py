@@ -316,7 +316,7 @@ class ParticleKernel(Settings, MCMCKernel):
                 posterior_id,
                 options=options,
             )
-        if not_jax_tracer(begun.cloud.z):
+        if not_jax_tracer(begun.cloud.potential_energy):
             initialization.check_start(bound, begun, init_params is not None)
         requirements.warn_of_short_warmup(num_warmup if plan.arrives else 0)
         return begun.state

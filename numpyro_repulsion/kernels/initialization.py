@@ -82,9 +82,10 @@ def start(
     if init_params is None:
         z, flat, energy, gradient = _draw(gradient_key, keys[:, 0], kernel.init_strategy, target, evaluate)
     else:
-        z = init_params
+        # Starts of NumPy would be traced as constants.
+        z = jax.tree.map(jnp.asarray, init_params)
         if isinstance(target, ModelTarget):
-            z = {name: jnp.asarray(z[name], site.dtype) for name, site in target.prototype.items()}
+            z = {name: z[name].astype(site.dtype) for name, site in target.prototype.items()}
         flat, energy, gradient = evaluate(gradient_key, z)
     is_noisy = bound.gradient.is_noisy(target)
     is_arrow = units is not None and units.sites

@@ -139,6 +139,12 @@ def test_the_advice_is_right():
     assert abs(np.var(run.get_samples()) - 1.0) < 0.1
 
 
+def test_starts_of_numpy_may_be_traced():
+    kernel, starts = sgld(), np.asarray(SIX)
+    found = jax.jit(lambda: kernel.init(KEYS, 0, starts, (), {}))()
+    assert jax.tree.all(jax.tree.map(np.array_equal, found.z, kernel.init(KEYS, 0, SIX, (), {}).z))
+
+
 def test_origins_survive():
     state = sgld(kernel=SGHMC).init(KEYS, 0, SIX, (), {})
     for again in (
