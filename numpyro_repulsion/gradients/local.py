@@ -51,10 +51,10 @@ from numpyro_repulsion.gradients.minibatch import TakesRows
 from numpyro_repulsion.rounding import matmul
 
 #: The number of points along each dimension, by the number of dimensions.
-NUM_POINTS = {1: 21, 2: 5, 3: 3}
+NUM_POINTS = {1: 17, 2: 5, 3: 3}
 #: Points of a trapezoidal sum end where the log density is this much below its maximum, or after so many doublings of
 #: the distance at which a Gaussian density of the same curvature is.
-DROP, MOST_DOUBLINGS = 18.0, 5.0
+DROP, MOST_DOUBLINGS = 18.0, 4.0
 #: Where Newton's method begins: not at 0, where log densities written with ``abs`` have wrong derivatives.
 START = 0.1
 #: The longest first step of Newton's method, in standard deviations of the curvature, and the largest number of steps.
@@ -349,7 +349,7 @@ def spread(
         return jnp.where(is_beyond, low, middle), jnp.where(is_beyond, middle, high)
 
     widest = jnp.full((2, len(gaussian)), MOST_DOUBLINGS, gaussian.dtype)
-    low, high = lax.fori_loop(0, 6, halve, (-widest, widest))
+    low, high = lax.fori_loop(0, 5, halve, (-widest, widest))
     left, right = gaussian * 2.0 ** ((low + high) / 2.0)
     scale, skew = 2.0 * left * right / (left + right), (left - right) / (left + right)
     points = mode.position[:, 0] + scale * t / (1.0 + skew * t)

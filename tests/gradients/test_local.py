@@ -67,7 +67,7 @@ def test_integrals_of_gaussian_rows_are_exact(dimension):
         ),
     ],
 )
-@pytest.mark.parametrize("num_points", [21, 1])
+@pytest.mark.parametrize("num_points", [NUM_POINTS[1], 1])
 def test_integrals_of_other_rows_are_nearly_exact(prior, likelihood, y, num_points):
     with jax.enable_x64(True):
         y = jnp.array(y)
@@ -220,7 +220,7 @@ def test_draws_of_skewed_rows_reach_the_long_tail():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_points", [21, 1])
+@pytest.mark.parametrize("num_points", [NUM_POINTS[1], 1])
 def test_a_poisson_lognormal_of_many_rows(num_points, monkeypatch):
     monkeypatch.setitem(NUM_POINTS, 1, num_points)
     size, truth = 50_000, {"mean": 0.5, "scale": 0.8}
