@@ -1,6 +1,8 @@
 """The code of README and of pages that are no notebooks, and links that Sphinx does not check."""
 
 import ast
+from contextlib import suppress
+import importlib
 import json
 import os
 from pathlib import Path
@@ -92,6 +94,32 @@ def test_code_of_the_faq_runs():
     scope["ys"] = np.stack([y, 1 - y])
     exec(many, scope)
     assert abs(scope["means"] - np.array([[0.9, 0.05, 0.02], [-0.9, -0.05, -0.02]])).max() < 0.1
+
+
+def missing(source):
+    """The names that code imports from the package, but that it does not have."""
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module]
+    names = [(node.module, x.name) for node in found if node.module.startswith("numpyro_repulsion") for x in node.names]
+    return [name for module, name in names if not has(module, name)]
+
+
+def has(module, name):
+    with suppress(ImportError):
+        return hasattr(importlib.import_module(module), name)
+    return False
+
+
+def test_scripts_and_notebooks_import_what_exists():
+    scripts = (path for folder in ("docs", "examples", "benchmarks") for path in ROOT.glob(f"{folder}/**/*.py"))
+    sources = [path.read_text() for path in scripts]
+    for path in ROOT.glob("notebooks/*.ipynb"):
+        cells = json.loads(path.read_text())["cells"]
+        sources += ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert not [name for source in sources for name in missing(source)]
+    assert missing("from numpyro_repulsion import SGLD, scores\nfrom numpyro_repulsion.none import a") == [
+        "scores",
+        "a",
+    ]
 
 
 def anchors(page):

@@ -31,10 +31,10 @@ from numpyro_repulsion import (
     ensemble_mcse,
     ksd,
     nested_rhat,
-    scores,
     step_bias,
     summary,
 )
+from numpyro_repulsion.diagnostics import scores
 from numpyro_repulsion.dynamics import Overdamped
 
 Y = 0.5 + random.normal(random.key(9), (1000,))
