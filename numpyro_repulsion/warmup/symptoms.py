@@ -22,6 +22,8 @@ MAX_KURTOSIS, MIN_TAIL_GRADIENT = 8.0, 0.5
 #: The dependence of squared gradients on a coordinate was 0.8 to 1.9 for funnels of 10 to 500 dimensions, and at most
 #: 0.3 elsewhere; that of one particle over time 0.3 to 1.1 for funnels, and at most 0.02 in basins of other widths.
 MAX_DEPENDENCE, MAX_DEPENDENCE_WITHIN = 0.5, 0.1
+#: Sums for each particle take no more numbers.
+MOST_PLACES = 2**20
 
 
 class Widest(NamedTuple):
@@ -76,7 +78,7 @@ class Symptoms(NamedTuple):
     powers: Float[AnyArray, "_ _"]  # sums of x, x², x⁴, g² and x² g², ``(5, d)``
     logs: Float[AnyArray, "_ _"]  # sums of s and s², ``(2, B)``
     products: Float[AnyArray, "_ _"]  # sums of x s, ``(d, B)``
-    places: Float[AnyArray, "_ d"]  # sums of x for each particle
+    places: Float[AnyArray, "_ _"]  # sums of x for each particle; without columns if there would be many
     levels: Float[AnyArray, "_ _"]  # sums of s for each particle, ``(P, B)``
     #: A unit vector in whitened coordinates; power iteration, one step per window, turns it into the direction in which
     #: positions vary most.
@@ -98,7 +100,7 @@ class Symptoms(NamedTuple):
             powers=jnp.zeros((5, dimension), dtype),
             logs=jnp.zeros((2, blocks), dtype),
             products=jnp.zeros((dimension, blocks), dtype),
-            places=jnp.zeros((particles, dimension), dtype),
+            places=jnp.zeros((particles, dimension if particles * dimension <= MOST_PLACES else 0), dtype),
             levels=jnp.zeros((particles, blocks), dtype),
             direction=jnp.asarray(direction / np.linalg.norm(direction), dtype),
             images=jnp.zeros((2, dimension), dtype),
@@ -121,7 +123,7 @@ class Symptoms(NamedTuple):
             powers=self.powers + jnp.stack([y.sum(0) for y in (x, x**2, x**4, slope**2, (x * slope) ** 2)]),
             logs=self.logs + jnp.stack([s.sum(0), (s**2).sum(0)]),
             products=self.products + matmul(x.T, s),
-            places=self.places + x,
+            places=self.places + x[:, : self.places.shape[1]],
             levels=self.levels + s,
             images=self.images + jnp.stack([u.sum(0), matmul(p, u)]),
             along=self.along + jnp.stack([p, p**2, q, p * q]),
@@ -168,21 +170,21 @@ class Symptoms(NamedTuple):
         This is ``|β ρ|``, with β the change of s per standard deviation of x and ρ their correlation: the largest value
         over all pairs of a coordinate and a block without it.
         """
-        return self._dependence(within=False)
+        number = max(float(self.number), 1.0)
+        return self._dependence(self.powers[:1] / number, self.logs[:1] / number)
 
     @property
     def has_funnel(self) -> bool:
         """Whether that is so of one particle over time too, and not only of particles in basins of different widths."""
-        within = self._dependence(within=True)
-        return bool(self.dependence > MAX_DEPENDENCE and within > MAX_DEPENDENCE_WITHIN)
+        if not self.places.size or not self.dependence > MAX_DEPENDENCE:
+            return False
+        share = len(self.places) / max(float(self.number), 1.0)
+        return bool(self._dependence(self.places * share, self.levels * share) > MAX_DEPENDENCE_WITHIN)
 
-    def _dependence(self, within):
-        number, particles = max(float(self.number), 1.0), len(self.places)
+    def _dependence(self, x, s):
+        """Return the dependence about means of x and s, of all particles or of each."""
+        number = max(float(self.number), 1.0)
         square, squared, products = self.powers[1] / number, self.logs[1] / number, self.products / number
-        # The mean of a product of means: over all, or over the particles of those of one.
-        x, s = self.places * particles / number, self.levels * particles / number
-        if not within:
-            x, s = x.mean(0, keepdims=True), s.mean(0, keepdims=True)
         covariance = products - np.dot(x.T, s) / len(x)
         variance, spread = square - (x**2).mean(0), np.sqrt(np.maximum(squared - (s**2).mean(0), 0.0))
         found = covariance**2 / (variance[:, None] * spread)
