@@ -476,7 +476,8 @@ def _likeliest(v, slope, owner, temperature):
 
         return lax.map(of, variances)
 
-    descents, variances = jnp.asarray(DESCENTS, v.dtype), (temperature * VARIANCES).astype(v.dtype)
+    # JAX keeps a constant of NumPy in the precision in which it met it first; a copy is another constant.
+    descents, variances = jnp.asarray(DESCENTS, v.dtype), temperature * VARIANCES.astype(v.dtype)
     best = jnp.argmax(lax.map(log_likelihood, descents))
     components = v - descents[best // len(VARIANCES)] * slope
     return components[_order_in_space(components)], variances[best % len(VARIANCES)]
