@@ -70,6 +70,11 @@ class Balanced(Wrapping):
             )
         return self.interaction.couple(u, bandwidth, white)
 
+    def gram(self, u, bandwidth):
+        if self.interaction is None:
+            raise TypeError("Balanced() does not have a Gram matrix within a group; use Independent().")
+        return super().gram(u, bandwidth)
+
 
 @dataclass(frozen=True)
 class Antithetic(Interaction):

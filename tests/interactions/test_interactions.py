@@ -485,3 +485,5 @@ def test_what_is_not_implemented_says_so():
 def test_figures_have_no_operations():
     with pytest.raises(TypeError, match="contains statistics only"):
         Coupling.of_figures(2.0, 1.0, False).apply(3.0)
+    with pytest.raises(TypeError, match="does not have a Gram matrix within a group"):
+        Balanced().gram(jnp.zeros((3, 2)), None)
