@@ -157,13 +157,23 @@ class Move(Generic[State]):
 
 #: How particles jump.
 NONE, DIFFERENCES, DENSITY = 0, 1, 2
-#: Below these acceptances, differences replace the density if they do better, and jumps are switched off.
-LEAST_OF_DENSITY, LEAST = 0.1, 0.02
-#: Candidate variances of the density's kernels, in units of T, candidate descents of their centers along the gradient,
-#: and the number of points at which these are compared.
-VARIANCES = np.geomspace(1e-3, 4.0, 20)
-DESCENTS = (0.0, 0.5, 0.75, 1.0)
-MAX_QUERIES = 256
+
+
+@dataclass(frozen=True)
+class JumpConstants:
+    """What the learner of jumps chose by measurement."""
+
+    #: Below these acceptances, differences replace the density if they do better, and jumps are switched off.
+    least_of_density: float = 0.1
+    least: float = 0.02
+    #: Candidate variances of the density's kernels, in units of T: the smallest, the largest, and their number.
+    variances: tuple[float, float, int] = (1e-3, 4.0, 20)
+    #: Candidate descents of their centers along the gradient, and the number of points at which these are compared.
+    descents: tuple[float, ...] = (0.0, 0.5, 0.75, 1.0)
+    queries: int = 256
+
+
+JUMPS = JumpConstants()
 
 
 class ArchiveState(NamedTuple):
@@ -323,8 +333,8 @@ class Archive(Move[ArchiveState]):
             acceptance[int(jumps.kind)] = total / count
         if kind is None:
             differences, density = acceptance[DIFFERENCES], acceptance[DENSITY]
-            kind = DENSITY if density >= LEAST_OF_DENSITY or density >= differences else DIFFERENCES
-            kind = kind if acceptance[kind] >= LEAST else NONE
+            kind = DENSITY if density >= JUMPS.least_of_density or density >= differences else DIFFERENCES
+            kind = kind if acceptance[kind] >= JUMPS.least else NONE
         kind = np.asarray(kind, np.int32)
         return jumps._replace(kind=kind, acceptance=acceptance, tally=(np.zeros_like(count),) * 2)
 
@@ -463,7 +473,7 @@ def _likeliest(v, slope, owner, temperature):
 
     Components are positions moved down the gradient, all the way to the mode or a part of it, in their order in space.
     """
-    stride = max(1, len(v) // MAX_QUERIES)
+    stride = max(1, len(v) // JUMPS.queries)
     others = owner[::stride, None] != owner
 
     def log_likelihood(descent):
@@ -476,8 +486,8 @@ def _likeliest(v, slope, owner, temperature):
 
         return lax.map(of, variances)
 
-    # JAX keeps a constant of NumPy in the precision in which it met it first; a copy is another constant.
-    descents, variances = jnp.asarray(DESCENTS, v.dtype), temperature * VARIANCES.astype(v.dtype)
+    descents = jnp.asarray(JUMPS.descents, v.dtype)
+    variances = temperature * np.geomspace(*JUMPS.variances).astype(v.dtype)
     best = jnp.argmax(lax.map(log_likelihood, descents))
-    components = v - descents[best // len(VARIANCES)] * slope
-    return components[_order_in_space(components)], variances[best % len(VARIANCES)]
+    components = v - descents[best // len(variances)] * slope
+    return components[_order_in_space(components)], variances[best % len(variances)]

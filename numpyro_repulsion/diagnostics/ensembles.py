@@ -10,7 +10,7 @@ import numpy as np
 
 from numpyro.diagnostics import effective_sample_size
 
-from numpyro_repulsion.warmup.arrival import NUM_DEVIATIONS
+from numpyro_repulsion.warmup.arrival import ARRIVAL
 
 #: Why there is no figure: there is one; draws do not vary or are not finite; particles mix, each in its own place, but
 #: not with each other; the run is short compared with the mixing time of a particle.
@@ -456,7 +456,7 @@ def find_diverged_chains(
     :param energy: potential energies in units of the temperature, ``(chain, draw)``; estimates on minibatches may do.
     :param dimension: the number of parameters.
     :param in_basins: whether particles are in basins of different depth, as networks are. Then a particle has left only
-        if its mean energy is ``NUM_DEVIATIONS`` median absolute deviations above the median too.
+        if its mean energy is ten median absolute deviations above the median too.
     """
     size, number = energy.shape
     parts = [np.asarray(x).reshape(size, number, -1) for x in draws.values()]
@@ -480,7 +480,7 @@ def find_diverged_chains(
     # Energies of draws have a standard deviation of about the root of the dimension; five standard errors are chance.
     means, limit = energy.mean(1), 10.0 + 5.0 * dimension**0.5 + 5.0 * noise / len(times) ** 0.5
     if in_basins:
-        limit = max(limit, NUM_DEVIATIONS * np.median(np.abs(means - np.median(means))))
+        limit = max(limit, ARRIVAL.deviations * np.median(np.abs(means - np.median(means))))
     # Positive entries are sampled as their logarithms.
     positive = (flat > 0).all((0, 1))
     flat = np.where(positive, np.log(np.where(positive, flat, 1.0)), flat)

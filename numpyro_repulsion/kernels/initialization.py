@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 import warnings
 
@@ -34,12 +35,22 @@ from numpyro_repulsion.layout import place_particles
 from numpyro_repulsion.starts import JointStrategy
 from numpyro_repulsion.warmup import Preconditioner, WarmupState
 from numpyro_repulsion.warmup.preconditioner import first_scale
-from numpyro_repulsion.warmup.scales import MIN_PARTICLES
+from numpyro_repulsion.warmup.scales import CENTERING
 
-MAX_DRAWS = 100
-#: Starts are contracted to this share of their distance from their median if that lowers energies by this factor; a
-#: quadratic energy falls by 11, that of a network of four layers by 10^5.
-CONTRACTION, EXPLOSION = 0.3, 1e3
+
+@dataclass(frozen=True)
+class StartConstants:
+    """How starts are drawn."""
+
+    #: How often starts that are not finite are drawn again, or contracted.
+    draws: int = 100
+    #: Starts are contracted to this share of their distance from their median if that lowers energies by this factor; a
+    #: quadratic energy falls by 11, that of a network of four layers by 10^5.
+    contraction: float = 0.3
+    explosion: float = 1e3
+
+
+START = StartConstants()
 
 
 class Start(NamedTuple):
@@ -116,7 +127,7 @@ def start(
         jumps = bound.moves.start(cloud, num_warmup, plan.kind == "dense")
     first = 1e-3 if kernel.schedule is None else kernel.schedule(0)
     learns = num_warmup > 0 and kernel.reparam is not None and plan.rule is not None and plan.kind is not None
-    suits = size >= MIN_PARTICLES and kernel.dynamics.is_sampler and not plan.has_moves and plan.epoch is None
+    suits = size >= CENTERING.particles and kernel.dynamics.is_sampler and not plan.has_moves and plan.epoch is None
     has_hierarchies = bool(target.location_scale or target.num_products)
     centering = Centering.none(target, u.shape[2], u.dtype) if learns and suits and has_hierarchies else None
     data_fingerprint = None
@@ -161,7 +172,7 @@ def _smallest_eigenvalue(interaction, u, bandwidth):
 
 
 def _draw(key, keys, strategy, target, evaluate):
-    """Draw starts by the ``init_strategy``, each again until it is finite, at most ``MAX_DRAWS`` times.
+    """Draw starts by the ``init_strategy``, each again until it is finite, at most ``START.draws`` times.
 
     Draws from the prior of a deep network may predict so wildly that an optimizer ruins the network in its first
     steps. While it lowers energies by orders of magnitude, such starts are contracted about their median.
@@ -175,7 +186,7 @@ def _draw(key, keys, strategy, target, evaluate):
 
     def contracted(x):
         center = jnp.median(x, 0)
-        return center + CONTRACTION * (x - center)
+        return center + START.contraction * (x - center)
 
     def attempt(carry):
         count, key, keys, valid, old, _ = carry
@@ -191,7 +202,7 @@ def _draw(key, keys, strategy, target, evaluate):
         tried = z, *evaluate(gradient_key, z)
         # Energies are known up to a constant, and differ by about the dimension between draws of a posterior.
         least = jnp.abs(jnp.median(tried[2])) + tried[1].shape[1]
-        is_lower = is_finite(tried).all() & (jnp.median(old[2]) > EXPLOSION * least)
+        is_lower = is_finite(tried).all() & (jnp.median(old[2]) > START.explosion * least)
         new = select(jnp.where(complete, ~is_lower, valid), old, tried)
         return count + 1, key, keys, is_finite(new), new, complete & ~is_lower
 
@@ -201,7 +212,7 @@ def _draw(key, keys, strategy, target, evaluate):
     z = {name: jnp.zeros((size, *site.shape), site.dtype) for name, site in target.prototype.items()}
     u, _ = ravel_cloud(z)
     first = (0, key, keys, jnp.zeros(size, bool), (z, u, jnp.zeros(size, u.dtype), u), jnp.zeros((), bool))
-    return lax.while_loop(lambda carry: ~carry[5] & (carry[0] < MAX_DRAWS), attempt, first)[4]
+    return lax.while_loop(lambda carry: ~carry[5] & (carry[0] < START.draws), attempt, first)[4]
 
 
 def check_start(bound: BoundSampler, start: Start, is_given: bool) -> None:
@@ -218,7 +229,7 @@ def check_start(bound: BoundSampler, start: Start, is_given: bool) -> None:
         raise ValueError(
             (f"The data contain NaN: {cause}. Remove or mask these rows. " if cause else "")
             + f"The potential energy or its gradient is not finite at the start of particles {where.tolist()}"
-            + ("" if is_given else f", after {MAX_DRAWS} draws from init_strategy")
+            + ("" if is_given else f", after {START.draws} draws from init_strategy")
             + (f"; nor is the log density of {', '.join(sites)}, or its gradient" if sites else "")
             + ". Look for data outside the support, parameters that are not allowed, such as a negative scale, and "
             + f"covariates that are not standardized, or {remedy}."

@@ -63,33 +63,44 @@ class Progress(NamedTuple):
     has_turned: Bool[Array, "*particles"]  # which particles were turned back in the last update
 
 
-#: Noise of parameters that few rows inform has long tails: of 1,000 random intercepts, one exceeds 10 times its
-#: expected size in 6 % of the updates, and 20 times in 0.06 % (tests/kernels/test_clipping.py). Gradients may have so
-#: many times what one in ten exceeds.
-EXTREMES = 3.0
-#: A clipped gradient is recognized by reaching the limit, but for rounding.
-AT_LIMIT = 1.0 - 1e-4
+@dataclass(frozen=True)
+class ClippingConstants:
+    """From where on gradients are clipped."""
+
+    #: The length of gradients of all rows, in units of that expected.
+    length: float = 20.0
+    #: The smallest limit of single coordinates of others: where there is hardly any noise, as with control variates of
+    #: second order, a gradient of 10 is that of the neck of a funnel.
+    coordinate: float = 10.0
+    #: Their limit, in units of what one gradient in ten exceeds. Noise of parameters that few rows inform has long
+    #: tails: of 1,000 random intercepts, one exceeds 10 times its expected size in 6 % of the updates, and 20 times in
+    #: 0.06 % (tests/kernels/test_clipping.py).
+    extremes: float = 3.0
+    #: Their limit in warmup, where steps are longer, in standard deviations.
+    warmup: float = 6.0
+    #: A clipped gradient is recognized by reaching the limit, but for rounding.
+    reached: float = 1.0 - 1e-4
+
+
+CLIPPING = ClippingConstants()
 
 
 def length_limit(variances: Float[Array, " d"]) -> Float[Array, ""]:
     """Return the length at which gradients are clipped, for the variances expected of their whitened coordinates."""
-    return 20.0 * jnp.sqrt(jnp.sum(variances))
+    return CLIPPING.length * jnp.sqrt(jnp.sum(variances))
 
 
 def coordinate_limit(extreme_gradient: Float[AnyArray, ""]) -> Float[AnyArray, ""]:
     """Return the size at which single coordinates of whitened gradients are clipped.
 
-    Where there is hardly any noise, as with control variates of second order, a gradient of 10 is that of the neck of a
-    funnel.
-
     :param extreme_gradient: the largest coordinate that one gradient in ten exceeds.
     """
-    return jnp.maximum(10.0, EXTREMES * extreme_gradient)
+    return jnp.maximum(CLIPPING.coordinate, CLIPPING.extremes * extreme_gradient)
 
 
 def warmup_limit(noise: Float[AnyArray, ""]) -> Float[AnyArray, ""]:
     """Return that size in warmup, where steps are longer, for the largest variance of the noise in any direction."""
-    return 6.0 * jnp.sqrt(1.0 + noise)
+    return CLIPPING.warmup * jnp.sqrt(1.0 + noise)
 
 
 def clip(
@@ -97,7 +108,7 @@ def clip(
 ) -> tuple[Float[Array, "*particles d"], Bool[Array, "*particles"]]:
     """Return gradients ``(G, L, d)`` clipped by their length, and which of them reach the limit, ``(G, L)``."""
     length = jnp.linalg.norm(gradient, axis=-1)
-    is_clipped = length > AT_LIMIT * limit
+    is_clipped = length > CLIPPING.reached * limit
     return gradient * jnp.minimum(limit / jnp.where(length > 0, length, 1.0), 1.0)[..., None], is_clipped
 
 
@@ -105,7 +116,7 @@ def clip_coordinates(
     gradient: Float[Array, "*particles d"], limit: Float[Array, ""]
 ) -> tuple[Float[Array, "*particles d"], Bool[Array, "*particles"]]:
     """Return gradients clipped by coordinate: a long one, as in the neck of a funnel, would send a particle off."""
-    return jnp.clip(gradient, -limit, limit), (jnp.abs(gradient) > AT_LIMIT * limit).any(-1)
+    return jnp.clip(gradient, -limit, limit), (jnp.abs(gradient) > CLIPPING.reached * limit).any(-1)
 
 
 @dataclass(frozen=True, eq=False)

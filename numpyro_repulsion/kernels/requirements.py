@@ -25,7 +25,7 @@ from numpyro_repulsion.layout import PARTICLES, check_mesh, num_devices
 from numpyro_repulsion.moves import Move
 from numpyro_repulsion.processes import agree, are_several, is_spread
 from numpyro_repulsion.rows import Rows
-from numpyro_repulsion.warmup.learned import MIN_WARMUP
+from numpyro_repulsion.warmup.learned import DIAGNOSIS
 
 
 def described(kernel: Settings, args: tuple, kwargs: dict) -> dict[str, Any]:
@@ -100,10 +100,10 @@ def require_instance(name: str, value: object, kind: type, example: str) -> None
 
 def warn_of_short_warmup(num_warmup: int) -> None:
     """Warn of a warmup that is too short to learn from."""
-    if 0 < num_warmup < MIN_WARMUP:
+    if 0 < num_warmup < DIAGNOSIS.warmup:
         warnings.warn(
             f"num_warmup={num_warmup} is too short to adapt the step size and the preconditioner well; use "
-            f"num_warmup=1000, and at least {MIN_WARMUP}.",
+            f"num_warmup=1000, and at least {DIAGNOSIS.warmup}.",
             stacklevel=3,
         )
 

@@ -37,7 +37,7 @@ from numpyro_repulsion.warmup.arrival import update_arrival, update_prolongation
 from numpyro_repulsion.warmup.bandwidth import update_bandwidth
 from numpyro_repulsion.warmup.curvature import UNKNOWN, draw_seed
 from numpyro_repulsion.warmup.learned import diagnose_warmup, update_symptoms
-from numpyro_repulsion.warmup.scales import MIN_SPREAD, update_centering, update_scales
+from numpyro_repulsion.warmup.scales import CENTERING, update_centering, update_scales
 from numpyro_repulsion.warmup.state import Learner
 from numpyro_repulsion.warmup.step_size import update_reference, update_step_size
 from numpyro_repulsion.warmup.windows import ARRIVED, FREEZE
@@ -149,7 +149,7 @@ class HostSampler:
 
     def recover(self, warmup, u, learns):
         """Return the centering, if it ``learns`` with powers and bases by gradients, and particles of the model."""
-        return self._run(warmup_programs.recover, MIN_SPREAD if learns else None, self._coordinates(warmup), u)
+        return self._run(warmup_programs.recover, CENTERING.spread if learns else None, self._coordinates(warmup), u)
 
     def to_coordinates(self, centering, found):
         return self._run(warmup_programs.to_coordinates, None, self._coordinates(self.state.warmup), centering, found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 import math
 from typing import NamedTuple
 
@@ -14,6 +15,34 @@ from numpyro_repulsion.dynamics import EnergyAndGrad, select
 from numpyro_repulsion.interactions import RBF, median_bandwidth
 from numpyro_repulsion.noise import normal
 from numpyro_repulsion.rounding import AnyArray, xp
+
+
+@dataclass(frozen=True)
+class AdamConstants:
+    """What the descent and the search for lost particles chose by measurement."""
+
+    #: Decay rates of the means of gradients and of their squares, which forget those at the starts within the arrival.
+    decays: tuple[float, float] = (0.9, 0.995)
+    #: The smallest and largest rate, in units of the spread of the starts. Each particle has its own, so that the
+    #: fastest that do not overshoot lead, and the others are moved to them.
+    rates: tuple[float, float] = (0.01, 0.1)
+    #: The rate of all particles if the arrival is prolonged, because those that share gradients must keep pace.
+    late_rate: float = 0.07
+    #: The rate at the end, relative to that at the start.
+    cooled: float = 1e-3
+    #: A coordinate is far from where it belongs if its mean gradient exceeds this share of the root mean square
+    #: gradient: minibatch noise alone gives 0.23. The log of its step then grows, and otherwise decays, per update.
+    far: float = 0.8
+    growth: float = 0.1
+    shrinkage: float = 0.9
+    #: The median distance is that of so many particles of a group: there are their square of distances.
+    compared: int = 100
+    #: A particle is lost if the log of its posterior mass is behind by more than the sum of these, the second times √d.
+    behind: float = 10.0
+    behind_by_dimension: float = 2.0
+
+
+ADAM = AdamConstants()
 
 
 class Surroundings(NamedTuple):
@@ -49,21 +78,9 @@ class Surroundings(NamedTuple):
         lost = np.ones(energy.shape, bool)
         for log_weight in log_weights:
             best = np.nanmax(np.where(np.isfinite(log_weight), log_weight, -np.inf))
-            lost &= ~(log_weight >= best - 10.0 - 2.0 * dimension**0.5)
+            lost &= ~(log_weight >= best - ADAM.behind - ADAM.behind_by_dimension * dimension**0.5)
         return lost
 
-
-#: Decay rates of the means of gradients and of their squares, which forget those at the starts within the arrival.
-DECAYS = (0.9, 0.995)
-#: The smallest and largest rate, in units of the spread of the starts. Each particle has its own, so that the fastest
-#: that do not overshoot lead, and the others are moved to them.
-RATES = (0.01, 0.1)
-#: The rate of all particles if the arrival is prolonged, because those that share gradients must keep pace.
-LATE_RATE = 0.07
-#: The median distance is that of so many particles of a group: there are their square of distances.
-MOST_COMPARED = 100
-#: The step of a coordinate that is far from where it belongs grows by this factor per update.
-GROWTH = 0.1
 
 #: ``(u, U, ∇U)``
 Position = tuple[Float[AnyArray, "*particles d"], Float[AnyArray, "*particles"], Float[AnyArray, "*particles d"]]
@@ -95,7 +112,7 @@ class Adam(NamedTuple):
 
 def first_rates(shape: tuple[int, ...], dtype) -> Float[AnyArray, "*particles"]:
     """Return the rates of particles ``(G, L)``, spread evenly in logarithm."""
-    low, high = RATES
+    low, high = ADAM.rates
     share = (jnp.arange(shape[1], dtype=dtype) + 0.5) / shape[1]
     return jnp.broadcast_to(low * (high / low) ** share, shape[:2])
 
@@ -107,7 +124,7 @@ def svgd_direction(
     size = u.shape[-2]
     if size == 1:
         return gradient
-    some = u[:, :MOST_COMPARED]
+    some = u[:, : ADAM.compared]
     bandwidth = median_bandwidth(some) * (math.log(some.shape[-2]) / math.log(size))
     coupling = RBF().couple(u, bandwidth)
     return coupling.apply(gradient) - coupling.repulsion
@@ -144,18 +161,17 @@ def descend(
     count = state.number + 1
     mean, square = (
         decay * old + (1.0 - decay) * new
-        for decay, old, new in zip(DECAYS, (state.mean, state.square), (slope, slope**2), strict=True)
+        for decay, old, new in zip(ADAM.decays, (state.mean, state.square), (slope, slope**2), strict=True)
     )
     unbiased_mean, unbiased_square = (
-        x / (1.0 - decay ** count.astype(u.dtype)) for decay, x in zip(DECAYS, (mean, square), strict=True)
+        x / (1.0 - decay ** count.astype(u.dtype)) for decay, x in zip(ADAM.decays, (mean, square), strict=True)
     )
     size = jnp.sqrt(unbiased_square)
     direction = unbiased_mean / jnp.where(size > 0, size, 1.0)
-    # A coordinate is far from where it belongs if its mean gradient exceeds 0.8 of the root mean square gradient:
-    # minibatch noise alone gives 0.23. The first means are dominated by the first gradient.
-    is_far = (jnp.abs(direction) > 0.8) & (count > 10)
-    growth = jnp.where(is_far, state.growth + GROWTH, 0.9 * state.growth)
-    cooling = 1e-3 + (1.0 - 1e-3) * 0.5 * (1.0 + jnp.cos(jnp.pi * jnp.clip(share_done, 0.0, 1.0)))
+    # The first means are dominated by the first gradient.
+    is_far = (jnp.abs(direction) > ADAM.far) & (count > 10)
+    growth = jnp.where(is_far, state.growth + ADAM.growth, ADAM.shrinkage * state.growth)
+    cooling = ADAM.cooled + (1.0 - ADAM.cooled) * 0.5 * (1.0 + jnp.cos(jnp.pi * jnp.clip(share_done, 0.0, 1.0)))
     step = rate[..., None] * cooling * jnp.exp(growth) * state.unit
     # Not wider than for a posterior as wide as the starts.
     variance = 2.0 * temperature * step / jnp.maximum(size, 1.0 / state.unit)

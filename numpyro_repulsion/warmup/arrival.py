@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 import math
 from typing import TypeVar
 
@@ -20,17 +21,52 @@ from numpyro_repulsion.warmup.preconditioner import Preconditioner
 from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import ARRIVED, FIRST_WHITENED, Window
 
-#: How many median absolute deviations above the median a network is lost.
-NUM_DEVIATIONS = 10.0
-
 #: A pytree of arrays.
 Tree = TypeVar("Tree")
+
+
+@dataclass(frozen=True)
+class ArrivalConstants:
+    """What the arrival chose by measurement."""
+
+    #: The acceptance to which each step adapts, and the change of its log for each unit of acceptance.
+    acceptance: float = 0.6
+    gain: float = 0.5
+    #: A particle is lost if its energy is above the median by more than the sum of these, the second times √d: that of
+    #: exact draws varies by √d. A network is lost from so many median absolute deviations above the median on.
+    gap: float = 10.0
+    gap_by_dimension: float = 5.0
+    deviations: float = 10.0
+    #: How far copies of a particle are moved apart, in units of the scales.
+    jitter: float = 0.1
+
+
+@dataclass(frozen=True)
+class ProlongationConstants:
+    """What the prolongation of the arrival chose by measurement."""
+
+    #: The share of the variance of minibatch gradients that control variates leave where particles have to arrive yet.
+    stays_noisy: float = 0.5
+    #: The smallest noise that matters, in whitened coordinates, where the variance of exact gradients is 1. Networks on
+    #: a few hundred rows have about 1; a local posterior at a low inverse temperature has 0.01. Less matters too where
+    #: U differs between particles by far more than between draws: the curvature around a few sets the scales of all.
+    noise: float = 0.1
+    #: The share of pairs of particles between which U is convex if they are on their way to one mode: all of them in a
+    #: regression with heavy tails, at most half in networks.
+    convex: float = 0.75
+    #: How many times the second half of a prolonged arrival passes through the rows, at most: validation rows of one
+    #: set, which a network predicted with far too much certainty after 4,000 passes, gave this limit.
+    passes: int = 500
+
+
+ARRIVAL = ArrivalConstants()
+PROLONGATION = ProlongationConstants()
 
 
 def arrive(
     key: jax.Array, position: Position, step_size: Float[Array, "*particles"], energy_and_grad: EnergyAndGrad
 ) -> tuple[Position, Float[Array, "*particles"]]:
-    """Move each particle by one Metropolis-adjusted Langevin update and adapt its step to an acceptance of 0.6.
+    """Move each particle by one Metropolis-adjusted Langevin update and adapt its step to its acceptance.
 
     Gradients are exact; with minibatches particles arrive by :func:`~numpyro_repulsion.warmup.adam.descend`.
     """
@@ -47,13 +83,13 @@ def arrive(
     log_ratio = position[1] - energy + (forward - backward) / (4.0 * step_size)
     probability = acceptance(log_ratio, jnp.isfinite(gradient).all(-1))
     moved = select(threshold < probability, (proposal, energy, gradient), position)
-    return moved, step_size * jnp.exp(0.5 * (probability - 0.6))
+    return moved, step_size * jnp.exp(ARRIVAL.gain * (probability - ARRIVAL.acceptance))
 
 
 def spread_of_energies(dimension: int, noise: float = 0.0) -> float:
     """Return by how much energies of exact draws rarely differ, given the variance of the whitened gradient noise."""
     # Exact energies differ by about sqrt(d), and those from minibatches by sqrt(V d) more.
-    return 10.0 + 5.0 * np.sqrt(dimension * (1.0 + noise))
+    return ARRIVAL.gap + ARRIVAL.gap_by_dimension * np.sqrt(dimension * (1.0 + noise))
 
 
 def left_behind(energy: np.ndarray, dimension: int, noise: float = 0.0, in_basins: bool = False) -> np.ndarray:
@@ -66,7 +102,7 @@ def left_behind(energy: np.ndarray, dimension: int, noise: float = 0.0, in_basin
     middle = np.nanmedian(energy)
     limit = spread_of_energies(dimension, noise)
     if in_basins:
-        limit = np.fmax(limit, NUM_DEVIATIONS * np.nanmedian(np.abs(energy - middle)))
+        limit = np.fmax(limit, ARRIVAL.deviations * np.nanmedian(np.abs(energy - middle)))
     # Negated, so that NaN counts as left behind too.
     return ~(energy <= middle + limit)
 
@@ -127,24 +163,10 @@ def _rescued(rng, window, arrival, cloud, lost):
         adam = type(adam)(adam.number, *momenta, adam.unit)
     if not window.was_arrival and moved is not cloud:
         # Copies that coincide would not repel each other.
-        jitter = 0.1 * rng.choice((-1.0, 1.0), moved.z.shape)
+        jitter = ARRIVAL.jitter * rng.choice((-1.0, 1.0), moved.z.shape)
         has_moved = (moved.z != cloud.z).any(-1, keepdims=True)
         moved = moved._replace(z=moved.z + np.where(has_moved, jitter, 0.0).astype(moved.z.dtype))
     return arrival._replace(step_size=steps, adam=adam), moved
-
-
-#: The share of the variance of minibatch gradients that control variates leave where particles still have to arrive.
-STAYS_NOISY = 0.5
-#: The smallest noise that matters, in whitened coordinates, where the variance of exact gradients is 1. Networks on a
-#: few hundred rows have about 1; a local posterior at a low inverse temperature has 0.01. Less matters too where U
-#: differs between particles by far more than between draws: the curvature around a few sets the scales of all.
-MIN_NOISE = 0.1
-#: The share of pairs of particles between which U is convex if they are on their way to one mode: all of them in a
-#: regression with heavy tails, at most half in networks.
-CONVEX = 0.75
-#: How many times the second half of a prolonged arrival passes through the rows, at most: validation rows of one set,
-#: which a network predicted with far too much certainty after 4,000 passes, gave this limit.
-MAX_PASSES = 500
 
 
 def most_late_iterations(plates: Mapping[str, tuple[int, int]], num_steps: int) -> int | None:
@@ -153,7 +175,7 @@ def most_late_iterations(plates: Mapping[str, tuple[int, int]], num_steps: int) 
     :param plates: the number of rows and of those in a minibatch, for each subsampled plate.
     """
     passes = max((size / batch for size, batch in plates.values()), default=None)
-    return None if passes is None else math.ceil(MAX_PASSES * passes / num_steps)
+    return None if passes is None else math.ceil(PROLONGATION.passes * passes / num_steps)
 
 
 def update_prolongation(rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> Found:
@@ -214,11 +236,11 @@ def _differ(warmup, plainly, cloud, sampler):
     fits, between, before = (sampler.energy_to_compare(*place).ravel() for place in places)
     rarely = spread_of_energies(dimension)
     apart, before_apart = (np.nanmedian(np.abs(x - np.nanmedian(x))) for x in (fits, before))
-    matters = plain > MIN_NOISE or apart > rarely
-    is_convex = np.mean(between < (fits + np.roll(fits, 1)) / 2.0) >= CONVEX
+    matters = plain > PROLONGATION.noise or apart > rarely
+    is_convex = np.mean(between < (fits + np.roll(fits, 1)) / 2.0) >= PROLONGATION.convex
     # Draws lie d / 2 above a mode on average, and on some of the rows energies differ by noise as well, as much as
     # between where the particles were. Negated, so that NaN of all counts as far away too; there, noise may be too
     # large to be measured.
-    limit = dimension + np.maximum(rarely, NUM_DEVIATIONS * before_apart)
+    limit = dimension + np.maximum(rarely, ARRIVAL.deviations * before_apart)
     have_left = not np.nanmedian(fits) <= np.nanmedian(before) + limit
-    return (corrected > STAYS_NOISY * plain and matters and not is_convex) or have_left
+    return (corrected > PROLONGATION.stays_noisy * plain and matters and not is_convex) or have_left

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 from jax import lax, random
 import jax.numpy as jnp
@@ -15,6 +17,20 @@ from numpyro_repulsion.noise import signs
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import Window
+
+
+@dataclass(frozen=True)
+class BandwidthConstants:
+    """Which multiples of the rule's bandwidth are tried."""
+
+    #: How many octaves on either side, and how many bandwidths in all.
+    octaves: float = 4.0
+    number: int = 33
+    #: Iterations that give the largest eigenvalue of K.
+    iterations: int = 16
+
+
+BANDWIDTH = BandwidthConstants()
 
 
 def gains(
@@ -68,7 +84,7 @@ def _largest_eigenvalue(apply, start):
         return product / size, size
 
     x, _ = iterate(start, None)
-    _, sizes = lax.scan(iterate, x, length=16)
+    _, sizes = lax.scan(iterate, x, length=BANDWIDTH.iterations)
     return sizes[-1].max()
 
 
@@ -87,7 +103,8 @@ def best_bandwidth(
     interaction: Interaction, u: Float[Array, "*particles d"], rule: Float[Array, ""], tolerance: float
 ) -> Float[Array, ""]:
     """Return the multiple of the rule's bandwidth with the best score on a cloud ``(G, L, d)``, or the rule's."""
-    candidates = rule * jnp.asarray(2.0 ** np.linspace(-4.0, 4.0, 33), u.dtype)
+    powers = np.linspace(-BANDWIDTH.octaves, BANDWIDTH.octaves, BANDWIDTH.number)
+    candidates = rule * jnp.asarray(2.0**powers, u.dtype)
     scores = lax.map(lambda h: score(interaction, u, h, tolerance), candidates)
     scores = jnp.where(jnp.isfinite(scores), scores, -jnp.inf)
     return jnp.where(jnp.isfinite(scores).any(), candidates[jnp.argmax(scores)], rule)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -18,6 +19,26 @@ from numpyro_repulsion.rounding import AnyArray, matmul
 UNKNOWN = -1.0
 #: Of control variates: 0 for none, 1 and 2.
 NUM_ORDERS = 3
+
+
+@dataclass(frozen=True)
+class CurvatureConstants:
+    """What measurements of curvature and noise chose."""
+
+    #: Half the distance over which gradients are compared, in units of the scales.
+    width: float = 0.2
+    #: Products with random signs that give a diagonal, and iterations that give a largest eigenvalue.
+    probes: int = 20
+    iterations: int = 8
+    #: What the typical curvature and gradient exceed: this share of the particles.
+    share: float = 0.9
+    #: Clouds of more numbers than this are large: of each group, the noise is measured on this many particles at most,
+    #: and on fewer that have that many numbers, because the gradients of all power iterations are kept.
+    large: int = 1_000_000
+    kept: int = 4
+
+
+CURVATURE = CurvatureConstants()
 
 
 class Measurements(NamedTuple):
@@ -62,7 +83,7 @@ class Measurements(NamedTuple):
     def high_curvature(self) -> float:
         """The curvature that one particle in ten exceeds; 0 if unknown."""
         known = self.curvature[self.curvature >= 0]
-        return np.quantile(known, 0.9) if known.size else known.sum()
+        return np.quantile(known, CURVATURE.share) if known.size else known.sum()
 
     @property
     def largest_curvature(self) -> float:
@@ -125,13 +146,6 @@ def _mean_of_known(x, power=1):
     return total / np.maximum(is_known.sum(0), 1).astype(x.dtype)
 
 
-#: Half the distance over which gradients are compared, in units of the scales.
-WIDTH = 0.2
-NUM_PROBES, POWER_ITERATIONS = 20, 8
-#: Clouds of more numbers than this are large: of each group, the noise is measured on this many particles at most, and
-#: on fewer that have that many numbers, because the gradients of all power iterations are kept.
-LARGE, NUM_KEPT = 1_000_000, 4
-
 #: The gradients ``(G, L, d)`` for each case ``(seed, point, order)``: the seed of a minibatch, the particles,
 #: and the order of the control variates.
 Gradients = Callable[[Iterable[tuple[int, np.ndarray, int]]], Iterator[np.ndarray]]
@@ -177,10 +191,10 @@ def estimate_curvature(
     """
     distance = np.broadcast_to(np.asarray(width, u.dtype), u.shape[:-1])[..., None]
     direction = signs(rng, u.shape, u.dtype) / np.asarray(u.shape[-1] ** 0.5, u.dtype)
-    kept = min(NUM_KEPT, max(1, LARGE // u.shape[-1])) if u.size > LARGE else u.shape[1]
+    kept = min(CURVATURE.kept, max(1, CURVATURE.large // u.shape[-1])) if u.size > CURVATURE.large else u.shape[1]
     every = -(-u.shape[1] // kept)
     seen: list[list[np.ndarray]] = []
-    for _ in range(POWER_ITERATIONS):
+    for _ in range(CURVATURE.iterations):
         seed, offset = draw_seed(rng), distance * direction
         sides = [(seed, u + side * offset, orders[0]) for side in (1.0, -1.0)]
         plus, minus, *other = gradients([*sides, *((seed, u, order) for order in orders[1:])])
@@ -220,14 +234,14 @@ def hessian_and_noise(
 
 def mean_diagonal(rng: Generator, u: np.ndarray, gradients: Gradients) -> np.ndarray:
     """Return the diagonal of the mean Hessian over particles ``(G, L, d)``, from products with unit vectors, or with
-    random signs where these are more than `NUM_PROBES`."""
+    random signs where these are more than `CURVATURE.probes`."""
     dimension = u.shape[-1]
-    total, exact = np.zeros(dimension, u.dtype), dimension <= NUM_PROBES
-    for i in range(dimension if exact else NUM_PROBES):
+    total, exact = np.zeros(dimension, u.dtype), dimension <= CURVATURE.probes
+    for i in range(dimension if exact else CURVATURE.probes):
         seed = draw_seed(rng)
         probe = np.eye(dimension, dtype=u.dtype)[i] if exact else signs(rng, u.shape, u.dtype)
-        plus, minus = gradients((seed, u + side * WIDTH * probe, 0) for side in (1.0, -1.0))
-        total += particle_mean(probe * (plus - minus)) / (2.0 * WIDTH * (1 if exact else NUM_PROBES))
+        plus, minus = gradients((seed, u + side * CURVATURE.width * probe, 0) for side in (1.0, -1.0))
+        total += particle_mean(probe * (plus - minus)) / (2.0 * CURVATURE.width * (1 if exact else CURVATURE.probes))
     return total
 
 
@@ -271,11 +285,11 @@ def collective_shift(
     if not noise.any():
         return np.zeros(())
     # A single coordinate does not leave the region of the particles.
-    lengths, found = sds * np.minimum(np.sqrt(noise / noise.mean()), 1.0 / WIDTH), []
+    lengths, found = sds * np.minimum(np.sqrt(noise / noise.mean()), 1.0 / CURVATURE.width), []
     for _ in range(2):
-        seed, offset = draw_seed(rng), WIDTH * lengths * signs(rng, u.shape, u.dtype)
+        seed, offset = draw_seed(rng), CURVATURE.width * lengths * signs(rng, u.shape, u.dtype)
         plus, middle, minus = gradients([(seed, u + side * offset, 0) for side in (1.0, 0.0, -1.0)])
-        found.append((plus - 2.0 * middle + minus) * sds / (2.0 * WIDTH**2))
+        found.append((plus - 2.0 * middle + minus) * sds / (2.0 * CURVATURE.width**2))
     shifts = np.concatenate(found).reshape(-1, u.shape[-1]).astype(np.float64)
     shifts = shifts[np.isfinite(shifts).all(-1)]
     if len(shifts) < 2:
@@ -285,10 +299,10 @@ def collective_shift(
 
 def _products(u, directions, gradients, seed):
     """Yield the product of the mean Hessian on a minibatch with each unit vector, ``(d,)``."""
-    cases = ((seed, u + side * WIDTH * v, 0) for v in directions for side in (1.0, -1.0))
+    cases = ((seed, u + side * CURVATURE.width * v, 0) for v in directions for side in (1.0, -1.0))
     found = gradients(cases)
     for plus in found:
-        yield particle_mean(plus - next(found)) / (2.0 * WIDTH)
+        yield particle_mean(plus - next(found)) / (2.0 * CURVATURE.width)
 
 
 def _variances(rng, gradients, mixes):
@@ -311,13 +325,14 @@ def _variances(rng, gradients, mixes):
             direction = _widest(rng, deviations[half, :, side].reshape(-1, dimension))
             along = matmul(deviations[other_half, :, other_side].reshape(-1, dimension), direction)
             largest += np.square(along).sum() / rows
-    return largest, np.square(deviations).sum() / (rows * dimension), np.quantile(np.abs(known).max(-1), 0.9)
+    extreme = np.quantile(np.abs(known).max(-1), CURVATURE.share)
+    return largest, np.square(deviations).sum() / (rows * dimension), extreme
 
 
 def _widest(rng, rows):
     """Return the unit vector along which rows ``(n, d)`` vary most, by power iteration."""
     direction = signs(rng, rows.shape[-1:], rows.dtype) / rows.shape[-1] ** 0.5
-    for _ in range(POWER_ITERATIONS):
+    for _ in range(CURVATURE.iterations):
         product = matmul(matmul(rows, direction), rows)
         size = np.linalg.norm(product)
         direction = product / size if size > 0 else direction

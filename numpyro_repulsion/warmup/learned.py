@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxtyping import Float, Integer
@@ -15,11 +16,29 @@ from numpyro_repulsion.rounding import AnyArray
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
 from numpyro_repulsion.warmup.state import Found, JumpsState, Sampler, WarmupState
-from numpyro_repulsion.warmup.symptoms import BASINS_SHARE, MAX_DEPENDENCE
+from numpyro_repulsion.warmup.symptoms import SYMPTOMS
 from numpyro_repulsion.warmup.windows import Window
 
-#: With fewer iterations, warmup has too few draws to learn from.
-MIN_WARMUP = 50
+
+@dataclass(frozen=True)
+class DiagnosisConstants:
+    """From where on a problem is named."""
+
+    #: With fewer iterations, warmup has too few draws to learn from.
+    warmup: int = 50
+    #: Effective draws in as many iterations as warmup: from 200, variances are known to a tenth.
+    draws: float = 200.0
+    #: Of posteriors that come out right, the condition is at most 10 and the ratio of curvatures at most 13; the
+    #: condition of the centered eight schools is 66 or more.
+    condition: float = 40.0
+    curvature_ratio: float = 25.0
+    #: The variance of the gradient noise over the typical curvature.
+    noise_ratio: float = 5.0
+    #: The share of jumps between basins that must be accepted, or the weights of the basins are unknown.
+    accepted: float = 0.02
+
+
+DIAGNOSIS = DiagnosisConstants()
 
 
 class WarmupDiagnosis(NamedTuple):
@@ -65,12 +84,12 @@ class WarmupDiagnosis(NamedTuple):
             figure = float(figure) if np.isfinite(figure) else None
             found.append(Finding(name, "error" if is_error else "warning", figure, message, remedy))
 
-        if self.num_warmup < MIN_WARMUP:
+        if self.num_warmup < DIAGNOSIS.warmup:
             add(
                 "short_run",
                 f"Warmup has only {int(self.num_warmup)} iterations, too few to adapt the step size and "
                 "preconditioner or to detect problems, so the quality of these draws is unknown.",
-                f"Set num_warmup=1000, and at least {MIN_WARMUP}.",
+                f"Set num_warmup=1000, and at least {DIAGNOSIS.warmup}.",
                 self.num_warmup,
                 is_error=True,
             )
@@ -86,10 +105,9 @@ class WarmupDiagnosis(NamedTuple):
                 else "Set moves=Archive(), with gradient=FullData() if rows are subsampled, or order the labels.",
                 is_error=True,
             )
-        # From 200 draws variances are known to a tenth. The step may have been raised until the run is worth as many,
-        # which is no problem.
-        if self.effective_draws < 0.99 * 200.0:
-            correlated = self.is_diagonal and not self.dependence > MAX_DEPENDENCE
+        # The step may have been raised until the run is worth as many, which is no problem.
+        if self.effective_draws < 0.99 * DIAGNOSIS.draws:
+            correlated = self.is_diagonal and not self.dependence > SYMPTOMS.dependence
             more = "Raise `num_steps`, `num_warmup` and `num_samples`"
             # Half the noise would allow a longer step.
             if self.noise_ratio > 1.0:
@@ -114,10 +132,8 @@ class WarmupDiagnosis(NamedTuple):
                 is_error=self.bias > LARGE_BIAS,
             )
         reparameterize = "Reparameterize, for example with numpyro.infer.reparam.LocScaleReparam."
-        # Of posteriors that come out right, the condition is at most 10 and the ratio at most 13; the condition of the
-        # centered eight schools is 66 or more.
-        varying = np.fmax(self.condition / 40.0, self.curvature_ratio / 25.0)
-        if self.dependence > MAX_DEPENDENCE:
+        varying = np.fmax(self.condition / DIAGNOSIS.condition, self.curvature_ratio / DIAGNOSIS.curvature_ratio)
+        if self.dependence > SYMPTOMS.dependence:
             add(
                 "funnel",
                 "Curvature varies strongly along one coordinate, as in a funnel, so the run may miss the narrow part "
@@ -141,7 +157,7 @@ class WarmupDiagnosis(NamedTuple):
                 reparameterize,
                 varying,
             )
-        if self.noise_ratio > 5.0:
+        if self.noise_ratio > DIAGNOSIS.noise_ratio:
             instead = "Use SGNHT, whose thermostat removes most of it, or raise" if self.thermostat_helps else "Raise"
             add(
                 "gradient_noise",
@@ -294,11 +310,10 @@ def diagnose_warmup(
     # particles, and their own symptoms are rarer.
     has_heavy_tails = travels and not is_prolonged and bool(symptoms.has_heavy_tails)
     # Networks, between which U is not convex, are in basins if they keep apart, explored or not.
-    keeps_apart = warmup.has_basins or (is_prolonged and widest.share > BASINS_SHARE)
+    keeps_apart = warmup.has_basins or (is_prolonged and widest.share > SYMPTOMS.share)
     has_basins = bool(travels and not has_heavy_tails and keeps_apart)
-    # With fewer jumps between basins, the weights of the basins are unknown.
     number, accepted = (0.0, 0.0) if warmup.jumps is None else warmup.jumps.tally
-    jumps_well = accepted > 0.02 * np.maximum(number, 1.0)
+    jumps_well = accepted > DIAGNOSIS.accepted * np.maximum(number, 1.0)
     # Noisy directions are wide in whitened coordinates by intent.
     condition = curvature * spread / warmup.noise_shrinkage
     is_known = travels and not has_basins and warmup.effective_draws >= 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,22 @@ import numpy as np
 
 from numpyro_repulsion.gradients import ArrowRoot, Units
 from numpyro_repulsion.rounding import AnyArray, cholesky, eigh, matmul, solve_triangular, xp
+
+
+@dataclass(frozen=True)
+class PreconditionerConstants:
+    """What estimates of scales chose."""
+
+    #: The scales at the starts are between these: a few gradients far from the posterior may give any.
+    first_scales: tuple[float, float] = (1e-4, 1e2)
+    #: How many directions have scales of their own, beside those of the coordinates.
+    rank: int = 40
+    #: How many successive clouds, which are similar, count as one; and with how many draws a correlation counts half.
+    alike: float = 10.0
+    few: float = 5.0
+
+
+PRECONDITIONER = PreconditionerConstants()
 
 
 class Preconditioner(NamedTuple):
@@ -142,11 +159,9 @@ def first_scale(
     slope = jnp.nanmedian(jnp.where(jnp.isfinite(gradient), jnp.abs(gradient), jnp.nan), 0)
     scale = jnp.where(spread > 0, jnp.sqrt(spread / slope), 1.0 / slope)
     scale = jnp.where(jnp.isfinite(scale), scale, 1.0)
-    # A few gradients far from the posterior may give any value.
-    scale = jnp.clip(scale, 1e-4, 1e2).astype(z.dtype)
+    scale = jnp.clip(scale, *PRECONDITIONER.first_scales).astype(z.dtype)
     if kind == "low_rank":
-        # Forty directions have scales of their own, beside those of the coordinates.
-        nothing = jnp.zeros((len(scale), min(40, len(scale))), z.dtype)
+        nothing = jnp.zeros((len(scale), min(PRECONDITIONER.rank, len(scale))), z.dtype)
         return Preconditioner(scale, center, nothing, nothing[0])
     if kind == "arrow" and units is not None:
         return Preconditioner(scale, center, root=ArrowRoot.identity(units, z.dtype))
@@ -168,9 +183,10 @@ def inverse_root(covariance: np.ndarray) -> np.ndarray:
 
 def shrink(covariance: np.ndarray, number: float) -> np.ndarray:
     """Shrink the correlations of a covariance ``(d, d)`` from ``number`` particles of successive clouds."""
-    # Successive clouds are similar, so one in ten counts. Few draws cannot distinguish correlation from chance.
-    draws = number / 10.0
-    return np.where(np.eye(len(covariance), dtype=bool), covariance, draws / (draws + 5.0) * covariance)
+    # Few draws cannot distinguish correlation from chance.
+    draws = number / PRECONDITIONER.alike
+    share = draws / (draws + PRECONDITIONER.few)
+    return np.where(np.eye(len(covariance), dtype=bool), covariance, share * covariance)
 
 
 class Moments(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -23,12 +24,50 @@ from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner, inv
 from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import FREEZE, Window
 
-#: The smallest curvature, relative to those along the coordinates; smaller ones are noise.
-SMALLEST = 1e-3
-#: With fewer particles, the scales of new coordinates are unknown.
-MIN_PARTICLES = 4
-#: The smallest standard deviation of log s for which centering matters: below it, the change of variables is linear.
-MIN_SPREAD = 0.3
+
+@dataclass(frozen=True)
+class ScalesConstants:
+    """What the learner of scales chose by measurement."""
+
+    #: The smallest curvature, relative to those along the coordinates; smaller ones are noise.
+    smallest: float = 1e-3
+    #: The smallest along a coordinate, relative to that so far: the scales so far are wider than the posterior at
+    #: worst, so smaller ones are errors of the estimate.
+    smallest_along: float = 0.1
+    #: Rows for each parameter: they estimate a curvature to about a tenth in any direction, and fewer suffice for a
+    #: few eigenvectors; but not more gradients of the cloud than so many.
+    rows: int = 200
+    rows_of_few: int = 20
+    gradients: int = 2000
+    #: Draws of the noise for each parameter, from so many pairs at most, and for each minibatch of the data: a few rows
+    #: may make nearly all of the noise, so a long warmup meets each row about 40 times.
+    draws: int = 3
+    pairs: int = 100
+    draws_of_rows: int = 20
+    #: Pairs of minibatches that measure the noise of each coordinate of an arrow.
+    pairs_of_arrow: int = 50
+    #: Eigenvectors whose residual is smaller have converged, relative to what scaling by the eigenvalue tolerates.
+    converged: float = 0.3
+    #: By what the allowed noise of second order is divided. It grows with the fourth power of distances, and with
+    #: covariates of heavy tails exceeded in its largest direction by a factor of 3 what one cloud shows. Directions
+    #: that are allowed more, so that a short run mixes, send particles far off, where they have still more.
+    caution: float = 3.0
+
+
+@dataclass(frozen=True)
+class CenteringConstants:
+    """What the learner of partial centering chose by measurement."""
+
+    #: With fewer particles, the scales of new coordinates are unknown.
+    particles: int = 4
+    #: The smallest standard deviation of log s for which centering matters: below it, the change is nearly linear.
+    spread: float = 0.3
+    #: The smallest change of a share that is worth scales that must be learned again.
+    change: float = 0.1
+
+
+SCALES = ScalesConstants()
+CENTERING = CenteringConstants()
 
 
 def update_scales(rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> Found:
@@ -127,7 +166,7 @@ def _arrow(rng, window, warmup, cloud, sampler):
             change = change._replace(root=ArrowRoot.of(found, whitening))
         if sampler.plan.rule is not None and window.is_at(FREEZE):
             trial, y = _trial(warmup, change, measured)
-            noise = noise_by_coordinate(rng, y, sampler.gradients(trial), 50, warmup.order)
+            noise = noise_by_coordinate(rng, y, sampler.gradients(trial), SCALES.pairs_of_arrow, warmup.order)
             # Each noisy coordinate by itself takes shorter steps, rather than all.
             allowed = _allowed_noise(warmup, cloud, sampler)
             factors = pooled_factors(np.maximum(noise / allowed, 1.0), change.root.units)
@@ -213,10 +252,7 @@ def _allowed_noise(warmup, cloud, sampler):
     step_size = longest(curvature, 0.0)
     remaining = error.remaining_noise(step_size, CurvatureStats(curvature, curvature, 1.0, 0.0, sampler.plan.sweep))
     tiny = np.finfo(cloud.z.dtype).eps
-    # The noise of second order grows with the fourth power of distances. With covariates of heavy tails it exceeded in
-    # its largest direction by a factor of 3 what one cloud shows. Directions that are allowed more, so that a short run
-    # mixes, send particles far off, where they have still more.
-    return longest(tiny, 1.0) / step_size / remaining / (3.0 if warmup.order == 2 else 1.0)
+    return longest(tiny, 1.0) / step_size / remaining / (SCALES.caution if warmup.order == 2 else 1.0)
 
 
 def _changed(warmup, cloud, change):
@@ -234,10 +270,8 @@ def num_for_curvature(dimension: int, rows: int, rank: int | None = None) -> int
     """
     if rows == 0:
         return 1
-    # 200 rows for each parameter estimate a curvature to about a tenth in any direction; fewer suffice for a few
-    # eigenvectors. But not more than 2,000 gradients of the cloud.
-    wanted = -(-(200 if rank is None else 20) * dimension // rows)
-    return max(1, min(wanted, 2000 // (2 * (dimension if rank is None else 2 * rank))))
+    wanted = -(-(SCALES.rows if rank is None else SCALES.rows_of_few) * dimension // rows)
+    return max(1, min(wanted, SCALES.gradients // (2 * (dimension if rank is None else 2 * rank))))
 
 
 def num_noise_pairs(dimension: int, particles: int, num_minibatches: int, num_updates: int) -> int:
@@ -247,10 +281,8 @@ def num_noise_pairs(dimension: int, particles: int, num_minibatches: int, num_up
     :param num_minibatches: how many minibatches there are in the data.
     :param num_updates: the number of updates of the warmup.
     """
-    # Three draws for each parameter. But a few rows may make nearly all of the noise, so a long warmup meets each row
-    # about 40 times: 20 draws for each minibatch of the data.
-    few = max(1, min(-(-3 * dimension // particles), 100))
-    return max(few, min(-(-20 * num_minibatches // particles), num_updates // 100))
+    few = max(1, min(-(-SCALES.draws * dimension // particles), SCALES.pairs))
+    return max(few, min(-(-SCALES.draws_of_rows * num_minibatches // particles), num_updates // 100))
 
 
 def extremes(
@@ -275,10 +307,9 @@ def extremes(
         beside[i] = np.linalg.norm(image)
         v = image / (beside[i] if beside[i] > 0 else 1.0)
     values, weights = eigh(np.diag(diagonal) + np.diag(beside[:-1], 1) + np.diag(beside[:-1], -1))
-    absolute = np.maximum(np.abs(values), SMALLEST)
+    absolute = np.maximum(np.abs(values), SCALES.smallest)
     residual = np.abs(beside[-1] * weights[-1])
-    # Relative to the residual that scaling by the eigenvalue tolerates.
-    converged = (residual < 0.3 * np.sqrt(absolute)) & np.isfinite(absolute)
+    converged = (residual < SCALES.converged * np.sqrt(absolute)) & np.isfinite(absolute)
     extremity = np.where(converged, np.abs(np.log(absolute)), 0.0)
     chosen = np.argsort(-extremity, kind="stable")[:rank]
     usable = converged[chosen]
@@ -294,14 +325,13 @@ def whitening(curvature: np.ndarray) -> np.ndarray:
     """
     diagonal = np.abs(curvature if curvature.ndim == 1 else curvature.diagonal())
     if curvature.ndim == 1:
-        # The scales so far are wider than the posterior at worst; smaller curvatures are errors of the estimate.
-        return np.maximum(np.where(np.isfinite(diagonal), diagonal, 1.0), 0.1) ** -0.5
+        return np.maximum(np.where(np.isfinite(diagonal), diagonal, 1.0), SCALES.smallest_along) ** -0.5
     unit = np.where(np.isfinite(diagonal) & (diagonal > 0), diagonal, 1.0) ** -0.5
     relative = curvature * np.outer(unit, unit)
-    if np.isfinite(cholesky(relative - SMALLEST * np.eye(len(unit)))).all():
+    if np.isfinite(cholesky(relative - SCALES.smallest * np.eye(len(unit)))).all():
         return unit[:, None] * inverse_root(relative)  # Hundreds of times as fast.
     values, vectors = eigh(relative)
-    values = np.maximum(np.abs(values), SMALLEST)
+    values = np.maximum(np.abs(values), SCALES.smallest)
     return _root(np.outer(unit, unit) * (vectors / values @ vectors.T), unit)
 
 
@@ -348,7 +378,7 @@ def update_centering(rng: Generator, window: Window, warmup: WarmupState, cloud:
         return warmup, cloud
     known = warmup.centering
     learned, found = sampler.recover(warmup, cloud.z, learns=True)
-    can_change = np.std(np.log(found.scale), (0, 1)) > MIN_SPREAD
+    can_change = np.std(np.log(found.scale), (0, 1)) > CENTERING.spread
     # The curvature in coordinates in which all that may change is standardized, ...
     plain = learned._replace(share=np.where(can_change, 0.0, 1.0).astype(known.share.dtype))
     trial, u = _rescaled(warmup, sampler.to_coordinates(plain, found), plain)
@@ -356,8 +386,7 @@ def update_centering(rng: Generator, window: Window, warmup: WarmupState, cloud:
     # ... which says how to center.
     share = np.where(can_change, 1.0 - 1.0 / np.maximum(curvature, 1.0), 1.0)
     centering = learned._replace(share=np.where(np.isfinite(share), share, known.share))
-    # Smaller changes are not worth scales that must be learned again.
-    is_other = np.abs(centering.share - known.share).max() > 0.1
+    is_other = np.abs(centering.share - known.share).max() > CENTERING.change
     if not is_other and np.array_equal(centering.powers, known.powers) and np.array_equal(centering.bases, known.bases):
         return warmup, cloud
     new, moved = _rescaled(warmup, sampler.to_coordinates(centering, found), centering)

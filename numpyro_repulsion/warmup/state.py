@@ -14,7 +14,7 @@ from numpyro_repulsion.dynamics import Cloud, Dynamics, StepError
 from numpyro_repulsion.gradients import Centering, Reference, Units
 from numpyro_repulsion.rounding import AnyArray, xp
 from numpyro_repulsion.schedules import BiasBudget
-from numpyro_repulsion.warmup.adam import LATE_RATE, Adam, Surroundings, first_rates
+from numpyro_repulsion.warmup.adam import ADAM, Adam, Surroundings, first_rates
 from numpyro_repulsion.warmup.curvature import UNKNOWN, Measurements
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
 from numpyro_repulsion.warmup.symptoms import Symptoms
@@ -113,7 +113,7 @@ class ArrivalState(NamedTuple):
 
     def prolonged(self, u: Float[AnyArray, "*particles d"]) -> ArrivalState:
         """Return the state for particles in units of the spread of the starts, where the second half begins again."""
-        rates = np.full(u.shape[:2], LATE_RATE, u.dtype)
+        rates = np.full(u.shape[:2], ADAM.late_rate, u.dtype)
         adam = Adam.start(u)._replace(unit=np.ones(u.shape[-1:], u.dtype))
         lost = np.zeros_like(self.lost)
         return self._replace(adam=adam, step_size=rates, lost=lost, is_prolonged=np.ones((), bool))

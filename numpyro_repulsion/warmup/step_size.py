@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import numpy as np
 from numpy.random import Generator
@@ -10,8 +12,8 @@ from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.findings import MAX_SHIFT
 from numpyro_repulsion.warmup.arrival import rescue
 from numpyro_repulsion.warmup.curvature import (
+    CURVATURE,
     UNKNOWN,
-    WIDTH,
     collective_shift,
     estimate_curvature,
     noise_by_coordinate,
@@ -20,8 +22,25 @@ from numpyro_repulsion.warmup.curvature import (
 from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import FREEZE, Window
 
-#: By how many of its standard deviations the bias of many effects may move their scale.
-SHIFT = 0.1
+
+@dataclass(frozen=True)
+class StepConstants:
+    """What the choice of the step size chose."""
+
+    #: By how many of its standard deviations the bias of many effects may move their scale.
+    shift: float = 0.1
+    #: Pairs of minibatches that compare the orders of control variates, and measure that shift.
+    pairs: int = 4
+    #: Effective draws of each particle that a short run shall have. Of n in all, R-hat of L particles is about
+    #: √(1 + 2L/n), so 1.05.
+    draws: float = 20.0
+    #: The share of the limit of stability at typical particles up to which a short run may raise the step.
+    stable: float = 0.5
+    #: The step if nothing could be measured, as for particles that do not move, in steps of the arrival.
+    cautious: float = 0.1
+
+
+STEP = StepConstants()
 
 
 def update_reference(rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> Found:
@@ -50,7 +69,7 @@ def least_noisy_order(rng: Generator, highest: int, warmup: WarmupState, cloud: 
     """Return the order of control variates, up to the highest, with the least mean noise; of equal ones the last."""
     points, gradients = rescue(rng, cloud.z, warmup.arrival.lost), sampler.gradients(warmup)
     orders = range(highest, -1, -1)
-    noise = [noise_by_coordinate(rng, points, gradients, 4, order).mean() for order in orders]
+    noise = [noise_by_coordinate(rng, points, gradients, STEP.pairs, order).mean() for order in orders]
     return np.asarray(orders[int(np.argmin(noise))], np.int32)
 
 
@@ -79,7 +98,8 @@ def update_step_size(rng: Generator, window: Window, warmup: WarmupState, cloud:
 def _measured(rng, window, warmup, cloud, sampler):
     """Add a measurement, and use control variates only if they do not add noise."""
     plan = sampler.plan
-    width = WIDTH if plan.kind else WIDTH * np.sqrt(warmup.arrival.step_size if plan.arrives else warmup.step_size)
+    step_size = warmup.arrival.step_size if plan.arrives else warmup.step_size
+    width = CURVATURE.width * (1.0 if plan.kind else np.sqrt(step_size))
     # Curvature and noise around a particle that has run away may be a million times that around the others.
     measured = rescue(rng, cloud.z, warmup.arrival.lost)
     orders = [0]
@@ -135,14 +155,14 @@ def _max_step_for_sums(rng, window, warmup, cloud, sampler, error, stats, needed
     if window.is_adapting or sampler.plan.kind != "arrow":
         return np.inf
     points, gradients = rescue(rng, cloud.z, warmup.arrival.lost), sampler.gradients(warmup)
-    noise = noise_by_coordinate(rng, points, gradients, 4, warmup.order).mean(0)
+    noise = noise_by_coordinate(rng, points, gradients, STEP.pairs, warmup.order).mean(0)
     sds = np.sqrt(warmup.moments.variances())
     shift = collective_shift(rng, points, np.where(np.isfinite(sds), sds, 1.0), noise, gradients)
-    if sampler.plan.tolerance(error, warmup.order) * shift <= SHIFT:
+    if sampler.plan.tolerance(error, warmup.order) * shift <= STEP.shift:
         return np.inf
     # Their bias is that of the mean noise.
     of_all = stats._replace(noise=stats.isotropic_noise)
-    within, most = (error.max_step_for_bias(limit / shift, of_all) for limit in (SHIFT, MAX_SHIFT))
+    within, most = (error.max_step_for_bias(limit / shift, of_all) for limit in (STEP.shift, MAX_SHIFT))
     return np.maximum(within, np.minimum(needed, most))
 
 
@@ -174,22 +194,20 @@ def _with_step_size(rng, window, warmup, cloud, sampler):
             typical = np.minimum(typical, 1.0)
         gained = num_particle_updates * error.relaxation_rate(typical) / 2.0
     may_be_raised = dynamics.is_sampler and not plan.has_moves and not gains_none
-    # Of n effective draws in all, R-hat of L particles is about √(1 + 2L/n): 1.05 for 20 of each.
-    draws = np.maximum(rule.min_draws, 20.0 * cloud.potential_energy.size) if may_be_raised and rule.min_draws else 0.0
+    of_all = STEP.draws * cloud.potential_energy.size
+    draws = np.maximum(rule.min_draws, of_all) if may_be_raised and rule.min_draws else 0.0
     sums = _max_step_for_sums(rng, window, warmup, cloud, sampler, error, stats, draws / draws_per_step)
     step_size = rule.step_size(
         max_step_for_bias=np.minimum(error.max_step_for_bias(tolerance, stats), sums),
-        # Half the limit of stability at typical particles.
         max_step_for_short_run=np.minimum(
-            error.stability_limit(stats._replace(largest=stats.curvature)) / 2.0,
+            error.stability_limit(stats._replace(largest=stats.curvature)) * STEP.stable,
             error.max_step_for_short_run(stats, gained),
         ),
         stability_limit=error.stability_limit(stats),
         draws_per_step=gained if may_be_raised else np.inf,
     )
     if not (np.isfinite(step_size) and step_size > 0):
-        # If nothing could be measured, as for particles that do not move, stay well below the steps of the arrival.
-        step_size = error.from_overdamped_step(0.1 * np.exp(np.log(warmup.arrival.step_size).mean()))
+        step_size = error.from_overdamped_step(STEP.cautious * np.exp(np.log(warmup.arrival.step_size).mean()))
     bias, effective_draws = error.bias(step_size, stats), step_size * draws_per_step
     mean_bias = error.mean_bias(step_size, stats)
     remaining = error.remaining_noise(step_size, stats._replace(noise=1.0))

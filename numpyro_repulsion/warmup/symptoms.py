@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -11,19 +12,35 @@ import numpy as np
 from numpyro_repulsion.rounding import AnyArray, matmul
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
 
-#: Particles are in several basins if more than this share of a variance is between particles, and more (``Widest``).
-BASINS_SHARE = 0.5
-#: How many standard errors count as chance.
-ERRORS = 2.0
-#: Tails are heavy if the kurtosis is larger and the tail gradient smaller than these. Measured values of both: Cauchy
-#: distribution 18 to 44 and 0.02 to 0.3; Student's t with two degrees of freedom 17 to 52 and 0.3 to 0.6, with three 12
-#: to 52 and 0.7 to 1.2, with five 6 to 18 and 1.6 to 1.8; Laplace distribution 9 to 12 and 1.0.
-MAX_KURTOSIS, MIN_TAIL_GRADIENT = 8.0, 0.5
-#: The dependence of squared gradients on a coordinate was 0.8 to 1.9 for funnels of 10 to 500 dimensions, and at most
-#: 0.3 elsewhere; that of one particle over time 0.3 to 1.1 for funnels, and at most 0.02 in basins of other widths.
-MAX_DEPENDENCE, MAX_DEPENDENCE_WITHIN = 0.5, 0.1
-#: Sums for each particle take no more numbers.
-MOST_PLACES = 2**20
+
+@dataclass(frozen=True)
+class SymptomConstants:
+    """From where on a symptom counts."""
+
+    #: Particles are in several basins if more than this share of a variance is between particles, with a gap of so many
+    #: standard deviations of one, each has explored its own, and they are not pulled together (``Widest``).
+    share: float = 0.5
+    gap: float = 4.0
+    explored: float = 0.1
+    pull: float = 0.5
+    #: How many standard errors count as chance.
+    errors: float = 2.0
+    #: Tails are heavy if the kurtosis is larger and the tail gradient smaller than these. Measured values of both:
+    #: Cauchy distribution 18 to 44 and 0.02 to 0.3; Student's t with two degrees of freedom 17 to 52 and 0.3 to 0.6,
+    #: with three 12 to 52 and 0.7 to 1.2, with five 6 to 18 and 1.6 to 1.8; Laplace distribution 9 to 12 and 1.0.
+    kurtosis: float = 8.0
+    tail_gradient: float = 0.5
+    #: The dependence of squared gradients on a coordinate was 0.8 to 1.9 for funnels of 10 to 500 dimensions, and at
+    #: most 0.3 elsewhere; that of one particle over time 0.3 to 1.1 for funnels, and at most 0.02 in basins of other
+    #: widths.
+    dependence: float = 0.5
+    dependence_within: float = 0.1
+    #: Sums for each particle, and products of blocks with coordinates, take no more numbers.
+    numbers: int = 2**20
+    blocks: int = 128
+
+
+SYMPTOMS = SymptomConstants()
 
 
 class Widest(NamedTuple):
@@ -52,7 +69,7 @@ class Widest(NamedTuple):
     @property
     def has_basins(self) -> Bool[AnyArray, ""]:
         """Whether the particles are in several basins, between which they do not move; false if unknown."""
-        return self._apart & (self.explored > 0.1) & (self.pull < 0.5)
+        return self._apart & (self.explored > SYMPTOMS.explored) & (self.pull < SYMPTOMS.pull)
 
     @property
     def may_have_basins(self) -> Bool[AnyArray, ""]:
@@ -61,7 +78,7 @@ class Widest(NamedTuple):
 
     @property
     def _apart(self):
-        return (self.share > BASINS_SHARE) & (self.gap > 4.0)
+        return (self.share > SYMPTOMS.share) & (self.gap > SYMPTOMS.gap)
 
 
 class Symptoms(NamedTuple):
@@ -100,7 +117,7 @@ class Symptoms(NamedTuple):
             powers=jnp.zeros((5, dimension), dtype),
             logs=jnp.zeros((2, blocks), dtype),
             products=jnp.zeros((dimension, blocks), dtype),
-            places=jnp.zeros((particles, dimension if particles * dimension <= MOST_PLACES else 0), dtype),
+            places=jnp.zeros((particles, dimension if particles * dimension <= SYMPTOMS.numbers else 0), dtype),
             levels=jnp.zeros((particles, blocks), dtype),
             direction=jnp.asarray(direction / np.linalg.norm(direction), dtype),
             images=jnp.zeros((2, dimension), dtype),
@@ -142,13 +159,13 @@ class Symptoms(NamedTuple):
         covariance, scatter, distance = product - p * q, np.var(p), p - np.mean(p)
         slope = over(np.mean(distance * q), scatter)
         error = np.std(q - slope * distance) / len(p) ** 0.5
-        explored = np.mean(covariance) - ERRORS * np.std(covariance) / len(p) ** 0.5
+        explored = np.mean(covariance) - SYMPTOMS.errors * np.std(covariance) / len(p) ** 0.5
         found = Widest(
             variance=variance,
             share=over(scatter, variance),
             explored=explored / temperature,
-            pull=over(slope + ERRORS * over(error, np.sqrt(scatter)), over(explored, own)),
-            least_pull=slope - ERRORS * over(error, np.sqrt(scatter)),
+            pull=over(slope + SYMPTOMS.errors * over(error, np.sqrt(scatter)), over(explored, own)),
+            least_pull=slope - SYMPTOMS.errors * over(error, np.sqrt(scatter)),
             gap=over(gap, np.sqrt(own)),
         )
         total, image = self.images / max(float(self.length) * len(p), 1.0)
@@ -176,10 +193,10 @@ class Symptoms(NamedTuple):
     @property
     def has_funnel(self) -> bool:
         """Whether that is so of one particle over time too, and not only of particles in basins of different widths."""
-        if not self.places.size or not self.dependence > MAX_DEPENDENCE:
+        if not self.places.size or not self.dependence > SYMPTOMS.dependence:
             return False
         share = len(self.places) / max(float(self.number), 1.0)
-        return bool(self._dependence(self.places * share, self.levels * share) > MAX_DEPENDENCE_WITHIN)
+        return bool(self._dependence(self.places * share, self.levels * share) > SYMPTOMS.dependence_within)
 
     def _dependence(self, x, s):
         """Return the dependence about means of x and s, of all particles or of each."""
@@ -209,7 +226,7 @@ class Symptoms(NamedTuple):
     @property
     def has_heavy_tails(self) -> bool:
         """Whether a coordinate has heavy tails: some particles are far away, where the gradient is smaller."""
-        return bool(np.any((self.kurtosis > MAX_KURTOSIS) & (self.tail_gradient < MIN_TAIL_GRADIENT)))
+        return bool(np.any((self.kurtosis > SYMPTOMS.kurtosis) & (self.tail_gradient < SYMPTOMS.tail_gradient)))
 
     @property
     def _means(self):
@@ -228,8 +245,7 @@ def _gap(p):
 
 
 def _num_blocks(dimension):
-    # The table of their products with coordinates has a million entries at most.
-    most = int(np.clip(2**20 // dimension, 2, 128))
+    most = int(np.clip(SYMPTOMS.numbers // dimension, 2, SYMPTOMS.blocks))
     return -(-dimension // -(-dimension // most))
 
 

@@ -1,5 +1,7 @@
 """Where particles start by default: at draws from the prior, and nearer to each other where energies explode."""
 
+from dataclasses import replace
+
 from jax import random
 from jax.nn import relu
 import jax.numpy as jnp
@@ -39,13 +41,13 @@ def start(model, **settings):
 
 def test_exploding_starts_are_contracted(monkeypatch):
     contracted = start(network, step_size=1e-6)
-    monkeypatch.setattr(initialization, "EXPLOSION", np.inf)
+    monkeypatch.setattr(initialization, "START", replace(initialization.START, explosion=np.inf))
     drawn = start(network, step_size=1e-6)
     assert np.median(drawn.potential_energy) > 1e3 * np.median(contracted.potential_energy)
     for name, z in contracted.z.items():
         center = np.median(drawn.z[name], 0)
         shares = np.std(z - center) / np.std(drawn.z[name] - center)
-        power = np.log(shares) / np.log(initialization.CONTRACTION)
+        power = np.log(shares) / np.log(initialization.START.contraction)
         np.testing.assert_allclose(power, np.round(power), atol=0.02)
         assert power > 0.9
     # They are still apart.
@@ -62,7 +64,7 @@ def test_starts_far_from_a_quadratic_stay_draws_of_the_prior():
 def test_starts_that_the_user_chose_stay(monkeypatch):
     strategy = init_around({f"w{i}": 1.0 for i in range(LAYERS)}, scale=1.0)
     found = start(network, step_size=1e-6, init_strategy=strategy)
-    monkeypatch.setattr(initialization, "EXPLOSION", np.inf)
+    monkeypatch.setattr(initialization, "START", replace(initialization.START, explosion=np.inf))
     usual = start(network, step_size=1e-6, init_strategy=strategy)
     for name in found.z:
         np.testing.assert_array_equal(found.z[name], usual.z[name])

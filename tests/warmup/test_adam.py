@@ -1,5 +1,7 @@
 """Arrival with minibatches, by noisy Adam."""
 
+from dataclasses import replace
+
 import jax
 from jax import lax, random
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from numpyro.infer import MCMC
 
 from numpyro_repulsion import RBF, SGLD, diagnose
 from numpyro_repulsion.warmup import adam
-from numpyro_repulsion.warmup.adam import MOST_COMPARED, RATES, Adam, descend, first_rates, svgd_direction
+from numpyro_repulsion.warmup.adam import ADAM, Adam, descend, first_rates, svgd_direction
 from numpyro_repulsion.warmup.state import ArrivalState
 
 
@@ -65,7 +67,7 @@ def test_steps_grow_toward_a_distant_posterior(monkeypatch):
     u, _ = travel(far, starts)
     # All but a tenth of the way, which the sampler travels by itself.
     assert (u[0, :, 0] > 9e3).all() and (np.abs(u[0, :, 1]) < 10).all()
-    monkeypatch.setattr(adam, "GROWTH", 0.0)
+    monkeypatch.setattr(adam, "ADAM", replace(ADAM, growth=0.0))
     assert (travel(far, starts)[0][0, :, 0] < 1e3).all()
 
 
@@ -101,7 +103,7 @@ def test_a_particle_stays_where_the_next_position_is_not_finite():
         return jnp.where(inside, 0.0, jnp.nan), jnp.where(inside[..., None], -jnp.ones_like(u), jnp.nan)
 
     u, rates = travel(walled, 0.1 * random.normal(random.key(0), (1, 20, 1)), length=300)
-    assert np.isfinite(u).all() and (u < 1).all() and (rates < RATES[0]).all()
+    assert np.isfinite(u).all() and (u < 1).all() and (rates < ADAM.rates[0]).all()
 
 
 def test_units_are_the_spread_of_the_starts():
@@ -139,12 +141,12 @@ def test_a_single_chain_restarts_in_units_of_whitened_coordinates():
     np.testing.assert_array_equal(state.restarted(np.ones((1, 1, 2))).adam.unit, 1.0)
 
 
-@pytest.mark.parametrize("size", [2, MOST_COMPARED + 20])
+@pytest.mark.parametrize("size", [2, ADAM.compared + 20])
 def test_the_direction_of_svgd(size):
     u = random.normal(random.key(0), (2, size, 3))
     gradient = random.normal(random.key(1), u.shape)
     found = svgd_direction(u, gradient)
-    some = u[:, :MOST_COMPARED]
+    some = u[:, : ADAM.compared]
     squared = ((some[:, :, None] - some[:, None]) ** 2).sum(-1)
     bandwidth = jnp.median(squared[:, *jnp.triu_indices(some.shape[1], 1)]) / np.log(size)
 

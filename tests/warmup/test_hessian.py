@@ -6,8 +6,7 @@ import pytest
 from numpyro_repulsion.gradients import Units
 from numpyro_repulsion.warmup import Preconditioner
 from numpyro_repulsion.warmup.curvature import (
-    NUM_PROBES,
-    WIDTH,
+    CURVATURE,
     collective_shift,
     hessian_and_noise,
     mean_diagonal,
@@ -82,7 +81,7 @@ def test_it_is_the_mean_over_particles():
         return u**3
 
     def expected(u):
-        return 3 * np.mean(u**2, 0) + WIDTH**2
+        return 3 * np.mean(u**2, 0) + CURVATURE.width**2
 
     u = cloud(size=7)
     found = mean_hessian(generator(), u, cubic, 1)
@@ -115,14 +114,14 @@ def test_columns_share_their_minibatches():
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("dimension", [DIMENSION, 2 * NUM_PROBES])
+@pytest.mark.parametrize("dimension", [DIMENSION, 2 * CURVATURE.probes])
 def test_the_diagonal_is_that_of_the_hessian(dimension, seed):
     size, hessian = 20, matrix(0, dimension)
     u = normal(1, (1, size, dimension))
     found = mean_diagonal(generator(seed), u, gradients_of(lambda number, u: u @ hessian.astype(u.dtype)))
     # Products with random signs add the other entries of a row; there are none with unit vectors.
-    off = (hessian - np.diag(np.diag(hessian))) * (dimension > NUM_PROBES)
-    error = np.sqrt((off**2).sum(1) / (NUM_PROBES * size)) + 1e-3
+    off = (hessian - np.diag(np.diag(hessian))) * (dimension > CURVATURE.probes)
+    error = np.sqrt((off**2).sum(1) / (CURVATURE.probes * size)) + 1e-3
     assert (np.abs(found - np.diag(hessian)) < 4.5 * error).all()
 
 
@@ -259,7 +258,7 @@ def test_inflations_of_effects_add_up_to_a_shift_of_their_scale(effects):
     def shift(noise):
         return collective_shift(np.random.default_rng(0), u, sds, noise, gradients_of(gradient))
 
-    exact, rel = variance * effects * sd, (2.0 * WIDTH * sd) ** 2
+    exact, rel = variance * effects * sd, (2.0 * CURVATURE.width * sd) ** 2
     assert shift(sds) == pytest.approx(exact * effects / (1 + effects), rel=rel + 1 / effects)
     # Noise of the same mean in a quarter of the effects moves the scale as much; noise of the scale itself does not.
     quarter = np.where(np.arange(1 + effects) % 4 == 1, 1.0, 0.0)

@@ -1,6 +1,7 @@
 """The arrival of models whose gradients stay noisy: when it is prolonged, and where particles are then."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -59,7 +60,7 @@ def test_networks_go_on_to_arrive_in_standardized_coordinates(kernel, scale, mon
     assert (lengths["weight_precision"] == unravel(warmup.arrival.spread)["weight_precision"]).all()
     # Particles are where the first half of the arrival ended, and not where the mean curvature has sent them.
     halfway, _ = after(sampler, int(100 * FIRST_WHITENED), hidden=10)
-    monkeypatch.setattr(arrival, "STAYS_NOISY", np.inf)
+    monkeypatch.setattr(arrival, "PROLONGATION", replace(arrival.PROLONGATION, stays_noisy=np.inf))
     usual, _ = after(sampler, int(100 * ARRIVED), hidden=10)
     assert not usual.warmup.arrival.is_prolonged
     there = sites(sampler, halfway, X, Y, **kwargs)
@@ -146,7 +147,7 @@ def test_standardized_weights_have_no_neck(monkeypatch):
     """Where noise is large, the density of the weights themselves is highest at 0, and λ is in the thousands there."""
     noise = random.normal(random.key(5), (N,))
     # Networks fit noise worse than what lies between them, so the arrival would end as usual.
-    monkeypatch.setattr(arrival, "CONVEX", 1.1)
+    monkeypatch.setattr(arrival, "PROLONGATION", replace(arrival.PROLONGATION, convex=1.1))
 
     def precision(seed, **settings):
         kernel = SGNHT(network, num_steps=10, preconditioner="diagonal", **settings)
@@ -234,7 +235,7 @@ def test_a_lost_particle_neither_shortens_the_step_nor_prolongs_the_arrival(befo
     usual, found = sample(state).warmup, sample(lost).warmup
     np.testing.assert_allclose(found.step_size, usual.step_size, rtol=0.5)
     assert found.reference.order
-    monkeypatch.setattr(arrival, "CONVEX", 1.1)
+    monkeypatch.setattr(arrival, "PROLONGATION", replace(arrival.PROLONGATION, convex=1.1))
     assert not sample(lost).warmup.arrival.is_prolonged
     monkeypatch.setattr(step_size, "rescue", lambda rng, particles, lost: particles)
     assert sample(lost).warmup.arrival.is_prolonged

@@ -1,6 +1,7 @@
 """What warmup learns, against known answers."""
 
 from collections.abc import Callable
+from dataclasses import replace
 import math
 import tracemalloc
 from types import SimpleNamespace
@@ -127,7 +128,7 @@ def test_noise_is_the_largest_variance_of_the_gradient(orders):
 @pytest.mark.parametrize("is_large", [False, True])
 def test_noise_is_not_overestimated_in_many_dimensions(is_large, monkeypatch):
     if is_large:
-        monkeypatch.setattr(curvature, "LARGE", 0)
+        monkeypatch.setattr(curvature, "CURVATURE", replace(curvature.CURVATURE, large=0))
 
     # The largest eigenvalue of the sample covariance of 140 rows in 200 dimensions would be near (1 + √1.4)² = 4.8.
     def noisy(cases):
@@ -136,11 +137,11 @@ def test_noise_is_not_overestimated_in_many_dimensions(is_large, monkeypatch):
     u = np.zeros((1, 20, 200), np.float32)
     _, (found, mean, extreme) = estimate_curvature(generator(), u, 0.2, noisy, [0])
     # Three degrees of freedom for each particle in each half, along a direction from others.
-    degrees = 2 * 3 * (curvature.NUM_KEPT if is_large else 20)
+    degrees = 2 * 3 * (curvature.CURVATURE.kept if is_large else 20)
     assert abs(found[0] - 1) < 4.5 * (2 / degrees) ** 0.5
     assert abs(mean[0] - 1) < 4.5 * (2 / (degrees * 200)) ** 0.5
     # Of the largest of 200 normal numbers, one in ten exceeds 3.46, where its density is 0.36.
-    number = 2 * 4 * (curvature.NUM_KEPT if is_large else 20)
+    number = 2 * 4 * (curvature.CURVATURE.kept if is_large else 20)
     assert abs(extreme[0] - 3.46) < 4.5 * (0.09 / number) ** 0.5 / 0.36
 
 
@@ -191,7 +192,7 @@ def test_memory_of_large_clouds(particles, width, most, state_most):
 @pytest.mark.parametrize("is_large", [True, False])
 def test_memory_of_measurements_on_large_clouds(is_large, monkeypatch):
     """The control keeps the gradients of all particles."""
-    monkeypatch.setattr(curvature, "LARGE", 0 if is_large else 10**9)
+    monkeypatch.setattr(curvature, "CURVATURE", replace(curvature.CURVATURE, large=0 if is_large else 10**9))
     u = np.zeros((1, 40, 5_000), np.float32)
     tracemalloc.start()
     estimate_curvature(generator(), u, 0.2, lambda cases: (u for _, u, _ in cases), [0, 1])
