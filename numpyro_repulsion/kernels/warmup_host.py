@@ -143,6 +143,9 @@ class HostSampler:
     def energy_on_common_rows(self, warmup, u):
         return self._run(warmup_programs.energy_on_common_rows, None, self._coordinates(warmup), u)
 
+    def volume(self, warmup, u):
+        return self._run(warmup_programs.volume, None, self._coordinates(warmup), u)
+
     def energy_to_compare(self, centering, y):
         where = Coordinates(Preconditioner(), centering, None, self.state.prototype)
         return self._run(warmup_programs.energy_to_compare, None, where, y)

@@ -225,6 +225,19 @@ def energy_on_common_rows(bound: BoundSampler, _: None, where: Coordinates, u) -
     return one(where.preconditioner.to_positions(u))
 
 
+def volume(bound: BoundSampler, _: None, where: Coordinates, u) -> Any:
+    """Return the logarithm of the volume that particles have in these coordinates, ``(G, L)``, for one where all
+    hierarchical sites are standardized. U there is less by it."""
+    iteration = _at(bound, where)
+    centering: Any = where.centering
+    found = iteration.recover(where, u)
+    own, standardized = (
+        iteration.centered(known).log_volume(found)
+        for known in (centering, centering._replace(share=jnp.zeros_like(centering.share)))
+    )
+    return standardized - own
+
+
 def energy_to_compare(bound: BoundSampler, _: None, where: Coordinates, y) -> Any:
     """Return energies of the likelihood alone, on the same rows for all, of particles in these coordinates."""
     iteration = _at(bound, where)

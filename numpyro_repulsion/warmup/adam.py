@@ -30,8 +30,9 @@ class AdamConstants:
     late_rate: float = 0.07
     #: The rate at the end, relative to that at the start.
     cooled: float = 1e-3
-    #: A coordinate is far from where it belongs if its mean gradient exceeds this share of the root mean square
-    #: gradient: minibatch noise alone gives 0.23. The log of its step then grows, and otherwise decays, per update.
+    #: A coordinate is far from where it belongs if its mean gradients, of recent ones and of all, exceed this share of
+    #: the root mean square gradient. The log of its step then grows, and otherwise decays, per update. Recent ones
+    #: alone would do so wherever slower coordinates drag the gradient along, as many effects do that of their scale.
     far: float = 0.8
     growth: float = 0.1
     shrinkage: float = 0.9
@@ -91,6 +92,7 @@ class Adam(NamedTuple):
 
     number: Integer[AnyArray, ""]  # how many updates it has made
     mean: Float[AnyArray, "*particles d"]  # of recent gradients
+    drift: Float[AnyArray, "*particles d"]  # the mean of gradients over as many as that of their squares
     square: Float[AnyArray, "*particles d"]  # the mean of their squares
     growth: Float[AnyArray, "*particles d"]  # log of the factor by which the step of a far coordinate has grown
     unit: Float[AnyArray, " d"]  # the spread of the starts
@@ -107,7 +109,7 @@ class Adam(NamedTuple):
         spread = xp.median(xp.abs(flat - xp.median(flat, axis=0)), axis=0) / 0.6745
         nothing = xp.zeros_like(u)
         unit = xp.where(spread > 0, spread, unit)
-        return Adam(np.zeros((), np.int32), nothing, nothing, nothing, unit.astype(u.dtype))
+        return Adam(np.zeros((), np.int32), nothing, nothing, nothing, nothing, unit.astype(u.dtype))
 
 
 def first_rates(shape: tuple[int, ...], dtype) -> Float[AnyArray, "*particles"]:
@@ -159,17 +161,14 @@ def descend(
     """
     u = position[0]
     count = state.number + 1
-    mean, square = (
-        decay * old + (1.0 - decay) * new
-        for decay, old, new in zip(ADAM.decays, (state.mean, state.square), (slope, slope**2), strict=True)
-    )
-    unbiased_mean, unbiased_square = (
-        x / (1.0 - decay ** count.astype(u.dtype)) for decay, x in zip(ADAM.decays, (mean, square), strict=True)
-    )
-    size = jnp.sqrt(unbiased_square)
-    direction = unbiased_mean / jnp.where(size > 0, size, 1.0)
+    steps, (short, long) = count.astype(u.dtype), ADAM.decays
+    mean = short * state.mean + (1.0 - short) * slope
+    drift, square = (long * old + (1.0 - long) * new for old, new in ((state.drift, slope), (state.square, slope**2)))
+    size = jnp.sqrt(square / (1.0 - long**steps))
+    scale = jnp.where(size > 0, size, 1.0)
+    direction, course = mean / (1.0 - short**steps) / scale, drift / (1.0 - long**steps) / scale
     # The first means are dominated by the first gradient.
-    is_far = (jnp.abs(direction) > ADAM.far) & (count > 10)
+    is_far = (jnp.minimum(jnp.abs(direction), jnp.sign(direction) * course) > ADAM.far) & (count > 10)
     growth = jnp.where(is_far, state.growth + ADAM.growth, ADAM.shrinkage * state.growth)
     cooling = ADAM.cooled + (1.0 - ADAM.cooled) * 0.5 * (1.0 + jnp.cos(jnp.pi * jnp.clip(share_done, 0.0, 1.0)))
     step = rate[..., None] * cooling * jnp.exp(growth) * state.unit
@@ -181,4 +180,4 @@ def descend(
     moved = select(usable, (proposal, energy, gradient), position)
     # After a rejected update, the old momentum would propose the same position again.
     mean, growth = select(usable, (mean, growth), (jnp.zeros_like(mean), jnp.zeros_like(growth)))
-    return moved, Adam(count, mean, square, growth, state.unit), jnp.where(usable, rate, rate / 2.0)
+    return moved, Adam(count, mean, drift, square, growth, state.unit), jnp.where(usable, rate, rate / 2.0)

@@ -150,6 +150,10 @@ def _lost(warmup, cloud, sampler):
     # variates correct them.
     is_corrected = warmup.reference is not None and bool(warmup.reference.order)
     energy = cloud.potential_energy if is_corrected else sampler.energy_on_common_rows(warmup, cloud.z)
+    if warmup.centering is not None:
+        # With a thousand effects, U is a thousand nats lower where their scale is by a factor e smaller, and so is the
+        # log of the volume: particles in the neck would send for all others.
+        energy = energy - sampler.volume(warmup, cloud.z)
     return left_behind(energy, cloud.z.shape[-1], warmup.noise, bool(arrival.is_prolonged))
 
 
@@ -157,7 +161,7 @@ def _rescued(rng, window, arrival, cloud, lost):
     """Return the arrival and the cloud after lost particles have moved to others."""
     # The count and the unit of Adam belong to all particles.
     adam = arrival.adam
-    momenta = () if adam is None else adam[1:4]
+    momenta = () if adam is None else adam[1:5]
     moved, steps, momenta = rescue(rng, (cloud, arrival.step_size, momenta), lost)
     if adam is not None:
         adam = type(adam)(adam.number, *momenta, adam.unit)

@@ -62,6 +62,10 @@ class CenteringConstants:
     particles: int = 4
     #: The smallest standard deviation of log s for which centering matters: below it, the change is nearly linear.
     spread: float = 0.3
+    #: From so many effects of one scale on it matters however well that is known. U is about linear along each effect,
+    #: but the bend along s adds up over all: the mean curvature of centered ones along s is 2I(2c - 1), which may be
+    #: negative, and that of the posterior 2I c².
+    effects: int = 50
     #: The smallest change of a share that is worth scales that must be learned again.
     change: float = 0.1
 
@@ -378,7 +382,9 @@ def update_centering(rng: Generator, window: Window, warmup: WarmupState, cloud:
         return warmup, cloud
     known = warmup.centering
     learned, found = sampler.recover(warmup, cloud.z, learns=True)
-    can_change = np.std(np.log(found.scale), (0, 1)) > CENTERING.spread
+    spread = np.std(np.log(found.scale), (0, 1))
+    _, of, counts = np.unique(found.scale[0, 0], return_inverse=True, return_counts=True)
+    can_change = (spread > CENTERING.spread) | ((spread > 0) & (counts[of] >= CENTERING.effects))
     # The curvature in coordinates in which all that may change is standardized, ...
     plain = learned._replace(share=np.where(can_change, 0.0, 1.0).astype(known.share.dtype))
     trial, u = _rescaled(warmup, sampler.to_coordinates(plain, found), plain)
