@@ -143,8 +143,11 @@ class HostSampler:
     def energy_on_common_rows(self, warmup, u):
         return self._run(warmup_programs.energy_on_common_rows, None, self._coordinates(warmup), u)
 
-    def volume(self, warmup, u):
-        return self._run(warmup_programs.volume, None, self._coordinates(warmup), u)
+    def log_volume(self, warmup, u):
+        target = self.bound.target
+        if not (target.location_scale or target.num_products):
+            return np.zeros(u.shape[:-1], u.dtype)
+        return self._run(warmup_programs.log_volume, None, self._coordinates(warmup), u)
 
     def energy_to_compare(self, centering, y):
         where = Coordinates(Preconditioner(), centering, None, self.state.prototype)

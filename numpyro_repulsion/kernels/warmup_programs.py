@@ -225,17 +225,14 @@ def energy_on_common_rows(bound: BoundSampler, _: None, where: Coordinates, u) -
     return one(where.preconditioner.to_positions(u))
 
 
-def volume(bound: BoundSampler, _: None, where: Coordinates, u) -> Any:
-    """Return the logarithm of the volume that particles have in these coordinates, ``(G, L)``, for one where all
-    hierarchical sites are standardized. U there is less by it."""
-    iteration = _at(bound, where)
-    centering: Any = where.centering
-    found = iteration.recover(where, u)
-    own, standardized = (
-        iteration.centered(known).log_volume(found)
-        for known in (centering, centering._replace(share=jnp.zeros_like(centering.share)))
-    )
-    return standardized - own
+def log_volume(bound: BoundSampler, _: None, where: Coordinates, u) -> Any:
+    """Return the logarithm of the volume in these coordinates, ``(G, L)``, of one where all hierarchical sites are
+    standardized, by which U there is lower."""
+    iteration, target = _at(bound, where), bound.target
+    own = Centering.none(target, u.shape[-1], u.dtype) if where.centering is None else where.centering
+    found = iteration.recover(where._replace(centering=own), u)
+    standardized = own._replace(share=jnp.zeros_like(own.share))
+    return iteration.centered(standardized).log_volume(found) - iteration.centered(own).log_volume(found)
 
 
 def energy_to_compare(bound: BoundSampler, _: None, where: Coordinates, y) -> Any:

@@ -30,10 +30,12 @@ class AdamConstants:
     late_rate: float = 0.07
     #: The rate at the end, relative to that at the start.
     cooled: float = 1e-3
-    #: A coordinate is far from where it belongs if its mean gradients, of recent ones and of all, exceed this share of
-    #: the root mean square gradient. The log of its step then grows, and otherwise decays, per update. Recent ones
-    #: alone would do so wherever slower coordinates drag the gradient along, as many effects do that of their scale.
+    #: A coordinate is far from where it belongs if the mean of recent gradients exceeds this share of the root mean
+    #: square gradient, and the mean of all signs the other. The log of its step then grows, and otherwise decays, per
+    #: update. Recent ones alone would not do: as long as many effects take to follow their scale, its gradient keeps
+    #: its sign too.
     far: float = 0.8
+    course: float = 0.8
     growth: float = 0.1
     shrinkage: float = 0.9
     #: The median distance is that of so many particles of a group: there are their square of distances.
@@ -92,7 +94,7 @@ class Adam(NamedTuple):
 
     number: Integer[AnyArray, ""]  # how many updates it has made
     mean: Float[AnyArray, "*particles d"]  # of recent gradients
-    drift: Float[AnyArray, "*particles d"]  # the mean of gradients over as many as that of their squares
+    sign: Float[AnyArray, "*particles d"]  # the mean of the signs of gradients, over as many as that of the squares
     square: Float[AnyArray, "*particles d"]  # the mean of their squares
     growth: Float[AnyArray, "*particles d"]  # log of the factor by which the step of a far coordinate has grown
     unit: Float[AnyArray, " d"]  # the spread of the starts
@@ -163,12 +165,14 @@ def descend(
     count = state.number + 1
     steps, (short, long) = count.astype(u.dtype), ADAM.decays
     mean = short * state.mean + (1.0 - short) * slope
-    drift, square = (long * old + (1.0 - long) * new for old, new in ((state.drift, slope), (state.square, slope**2)))
-    size = jnp.sqrt(square / (1.0 - long**steps))
-    scale = jnp.where(size > 0, size, 1.0)
-    direction, course = mean / (1.0 - short**steps) / scale, drift / (1.0 - long**steps) / scale
+    sign, square = (
+        long * old + (1.0 - long) * new for old, new in ((state.sign, jnp.sign(slope)), (state.square, slope**2))
+    )
+    size, course = jnp.sqrt(square / (1.0 - long**steps)), sign / (1.0 - long**steps)
+    direction = mean / (1.0 - short**steps) / jnp.where(size > 0, size, 1.0)
     # The first means are dominated by the first gradient.
-    is_far = (jnp.minimum(jnp.abs(direction), jnp.sign(direction) * course) > ADAM.far) & (count > 10)
+    goes_on = jnp.sign(direction) * course > ADAM.course
+    is_far = (jnp.abs(direction) > ADAM.far) & goes_on & (count > 10)
     growth = jnp.where(is_far, state.growth + ADAM.growth, ADAM.shrinkage * state.growth)
     cooling = ADAM.cooled + (1.0 - ADAM.cooled) * 0.5 * (1.0 + jnp.cos(jnp.pi * jnp.clip(share_done, 0.0, 1.0)))
     step = rate[..., None] * cooling * jnp.exp(growth) * state.unit
@@ -180,4 +184,4 @@ def descend(
     moved = select(usable, (proposal, energy, gradient), position)
     # After a rejected update, the old momentum would propose the same position again.
     mean, growth = select(usable, (mean, growth), (jnp.zeros_like(mean), jnp.zeros_like(growth)))
-    return moved, Adam(count, mean, drift, square, growth, state.unit), jnp.where(usable, rate, rate / 2.0)
+    return moved, Adam(count, mean, sign, square, growth, state.unit), jnp.where(usable, rate, rate / 2.0)

@@ -150,10 +150,9 @@ def _lost(warmup, cloud, sampler):
     # variates correct them.
     is_corrected = warmup.reference is not None and bool(warmup.reference.order)
     energy = cloud.potential_energy if is_corrected else sampler.energy_on_common_rows(warmup, cloud.z)
-    if warmup.centering is not None:
-        # With a thousand effects, U is a thousand nats lower where their scale is by a factor e smaller, and so is the
-        # log of the volume: particles in the neck would send for all others.
-        energy = energy - sampler.volume(warmup, cloud.z)
+    # Where the scale of a thousand effects is by a factor e smaller, U is a thousand nats lower, and so is the log of
+    # the volume: all others would move to the particles in the neck.
+    energy = energy - sampler.log_volume(warmup, cloud.z)
     return left_behind(energy, cloud.z.shape[-1], warmup.noise, bool(arrival.is_prolonged))
 
 

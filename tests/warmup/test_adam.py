@@ -97,6 +97,38 @@ def test_necks_do_not_attract():
     assert np.mean(u[0, :, 0] < -9) < 0.02
 
 
+def test_many_effects_do_not_shrink_their_scale(monkeypatch):
+    """Effects follow their scale slowly, so its gradient keeps its sign, and the mean of recent ones looks far off."""
+    rng, number, precision = np.random.default_rng(0), 500, 2.5
+    seen = jnp.asarray(rng.normal(0, (0.35**2 + 1 / precision) ** 0.5, number), jnp.float32)
+
+    def hierarchy(key, u):
+        def energy(u):
+            log_scale, x = u[0], u[1:]
+            return 0.5 * jnp.sum((x * jnp.exp(-log_scale)) ** 2 + precision * (x - seen) ** 2) + number * log_scale
+
+        return jax.vmap(jax.vmap(jax.value_and_grad(energy)))(u)
+
+    grid = np.linspace(-3, 1, 400)[:, None]
+    variance = np.exp(2 * grid) + 1 / precision
+    log_density = (-0.5 * np.log(variance) - np.asarray(seen) ** 2 / variance / 2).sum(1)
+    weights = np.exp(log_density - log_density.max())
+    mean, square = (np.sum(weights * grid[:, 0] ** power) / weights.sum() for power in (1, 2))
+    log_scale = mean + (square - mean**2) ** 0.5 * random.normal(random.key(0), (20, 1))
+    shrinkage = (scale := jnp.exp(2 * log_scale)) * precision / (1 + scale * precision)
+    effects = shrinkage * seen + jnp.sqrt(shrinkage / precision) * random.normal(random.key(1), (20, number))
+    exact = jnp.concatenate((log_scale, effects), 1)[None]
+
+    def shift():
+        """The error of log s where particles begin with exact draws, in its standard deviations."""
+        return (np.median(travel(hierarchy, exact)[0][0, :, 0]) - mean) / (square - mean**2) ** 0.5
+
+    # Adam's noise widens the effects a little.
+    assert abs(shift()) < 2
+    monkeypatch.setattr(adam, "ADAM", replace(ADAM, course=-1.0))
+    assert shift() < -4
+
+
 def test_a_particle_stays_where_the_next_position_is_not_finite():
     def walled(key, u):
         inside = u[..., 0] < 1.0
