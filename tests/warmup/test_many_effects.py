@@ -1,0 +1,121 @@
+"""Many effects of one unknown scale, about each of which the data say little."""
+
+from dataclasses import replace
+
+import jax
+from jax import random
+import jax.numpy as jnp
+from models import sites, vectorized, warmed
+import numpy as np
+import pytest
+
+import numpyro
+from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
+import numpyro.distributions as dist
+
+from numpyro_repulsion import SGHMC, SGLD, SGLDR, SVRG, diagnose
+from numpyro_repulsion.kernels.warmup_host import HostSampler
+from numpyro_repulsion.warmup import Timetable, Window, adam, scales
+from numpyro_repulsion.warmup.adam import ADAM
+from numpyro_repulsion.warmup.arrival import update_arrival
+
+SCALE, REPEATS = 0.5, 3
+
+
+def effects(group, y, number, subsample_size):
+    """Effects of groups, a few rows each, whose errors have the standard deviation 1."""
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    with numpyro.plate("groups", number):
+        effect = numpyro.sample("effect", dist.Normal(0.0, scale))
+    with numpyro.plate("rows", len(y), subsample_size=subsample_size) as i:
+        numpyro.sample("y", dist.Normal(effect[group[i]], 1.0), obs=y[i])
+
+
+def data(number):
+    rng = np.random.default_rng(number)
+    group = np.repeat(np.arange(number), REPEATS)
+    y = SCALE * rng.standard_normal(number)[group] + rng.standard_normal(len(group))
+    return {"group": jnp.asarray(group), "y": jnp.asarray(y, jnp.float32), "number": number, "subsample_size": 100}
+
+
+def exact(y, number, **_):
+    """The mean and the standard deviation of log s, from the means of the groups."""
+    log_scale = np.linspace(-5.0, 1.0, 2000)[:, None]
+    variance = np.exp(2 * log_scale) + 1 / REPEATS
+    means = np.asarray(y, float).reshape(number, REPEATS).mean(1)
+    log_density = (-0.5 * np.log(variance) - means**2 / variance / 2).sum(1)
+    log_density += log_scale[:, 0] - np.exp(2 * log_scale[:, 0]) / 2
+    weights = np.exp(log_density - log_density.max())
+    mean, square = (np.sum(weights * log_scale[:, 0] ** power) / weights.sum() for power in (1, 2))
+    return mean, (square - mean**2) ** 0.5
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient": SVRG()}])
+def test_particles_in_the_neck_do_not_send_for_the_others(settings, monkeypatch):
+    kernel, known, number = SGLD(effects, **settings), data(60), 8
+    state = warmed(kernel, random.split(random.key(0), number), 2, 100, **known)
+    assert list(sites(kernel, state, **known)) == ["effect", "scale"]
+    # Half of the particles, whose U is 300 lower and which fit the rows worse.
+    log_scale = np.log(SCALE) - 5.0 * (np.arange(number) >= number // 2)
+    effect = np.exp(log_scale)[:, None] * np.asarray(random.normal(random.key(1), (number, 60)))
+    flat = np.concatenate((effect, log_scale[:, None]), 1).astype(np.float32)[None]
+    warmup, cloud = jax.device_get((state.warmup, state.cloud))
+    cloud = cloud._replace(z=warmup.preconditioner.whiten(flat))
+    bound = kernel.bind((), known)
+    sampler = HostSampler(bound, bound.plan(warmup.preconditioner.kind), kernel._programs, state)
+
+    def in_neck():
+        window = Window(Timetable(100), 5)
+        moved = update_arrival(np.random.default_rng(0), window, warmup, cloud, sampler)[1]
+        found = np.asarray(warmup.preconditioner.to_positions(moved.z))[0, :, -1]
+        return int((found < np.log(SCALE) - 2.5).sum())
+
+    assert in_neck() <= number // 2
+    monkeypatch.setattr(HostSampler, "log_volume", lambda sampler, warmup, u: 0.0)
+    assert in_neck() == number
+
+
+def test_many_effects_are_centered_however_well_their_scale_is_known(monkeypatch):
+    known = data(200)
+    kernel, keys = SGLD(effects), random.split(random.key(0), 20)
+
+    def shares():
+        return np.asarray(warmed(kernel, keys, 60, 200, **known).warmup.centering.share)
+
+    found = shares()
+    mean, sd = exact(**known)
+    assert sd < scales.CENTERING.spread
+    variance = REPEATS * np.exp(2 * (mean + sd * np.array([-4, 4])))
+    low, high = variance / (1 + variance)
+    assert low < np.median(found) < high
+    monkeypatch.setattr(scales, "CENTERING", replace(scales.CENTERING, effects=201))
+    assert (shares() == 1).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [SGLD, SGHMC, SGLDR])
+def test_the_scale_of_a_thousand_effects(kernel):
+    known = data(1000)
+    mcmc = vectorized(kernel(effects), 300, 300, 20)
+    mcmc.run(random.key(0), **known)
+    draws = np.log(np.asarray(mcmc.get_samples(group_by_chain=True)["scale"], float))
+    mean, sd = exact(**known)
+    number = float(effective_sample_size(draws))
+    assert number > 200 and split_gelman_rubin(draws) < 1.05
+    # The step may move it by a tenth of its standard deviation.
+    assert abs(draws.mean() - mean) < (4.5 / number**0.5 + 0.1) * sd
+    assert abs(draws.std() / sd - 1) < 4.5 / (2 * number) ** 0.5 + 0.05
+    assert not [finding for finding in diagnose(mcmc) if finding.severity == "error"]
+
+
+@pytest.mark.slow
+def test_without_any_of_it_the_scale_is_lost(monkeypatch):
+    known = data(1000)
+    monkeypatch.setattr(adam, "ADAM", replace(ADAM, course=-1.0))
+    monkeypatch.setattr(HostSampler, "log_volume", lambda sampler, warmup, u: 0.0)
+    monkeypatch.setattr(scales, "CENTERING", replace(scales.CENTERING, effects=10**9))
+    mcmc = vectorized(SGLD(effects), 300, 300, 20)
+    mcmc.run(random.key(0), **known)
+    draws = np.log(np.asarray(mcmc.get_samples(group_by_chain=True)["scale"], float))
+    mean, sd = exact(**known)
+    assert abs(draws.mean() - mean) > sd and diagnose(mcmc)
