@@ -384,7 +384,9 @@ def update_centering(rng: Generator, window: Window, warmup: WarmupState, cloud:
     learned, found = sampler.recover(warmup, cloud.z, learns=True)
     spread = np.std(np.log(found.scale), (0, 1))
     _, of, counts = np.unique(found.scale[0, 0], return_inverse=True, return_counts=True)
-    can_change = (spread > CENTERING.spread) | ((spread > 0) & (counts[of] >= CENTERING.effects))
+    # In networks, the mean curvature is that of different functions, and says nothing of single weights.
+    adds_up = (counts[of] >= CENTERING.effects) & (spread > 0) & (not window.is_prolonged)
+    can_change = (spread > CENTERING.spread) | adds_up
     # The curvature in coordinates in which all that may change is standardized, ...
     plain = learned._replace(share=np.where(can_change, 0.0, 1.0).astype(known.share.dtype))
     trial, u = _rescaled(warmup, sampler.to_coordinates(plain, found), plain)

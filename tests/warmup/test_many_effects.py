@@ -19,7 +19,7 @@ from numpyro_repulsion.warmup import Timetable, Window, adam, scales
 from numpyro_repulsion.warmup.adam import ADAM
 from numpyro_repulsion.warmup.arrival import update_arrival
 
-SCALE, REPEATS = 0.5, 3
+SCALE, REPEATS = 0.35, 2
 
 
 def effects(group, y, number, subsample_size):
@@ -109,7 +109,7 @@ def test_the_scale_of_a_thousand_effects(kernel):
 
 
 @pytest.mark.slow
-def test_without_any_of_it_the_scale_is_lost(monkeypatch):
+def test_without_any_of_it_the_scale_does_not_mix(monkeypatch):
     known = data(1000)
     monkeypatch.setattr(adam, "ADAM", replace(ADAM, course=-1.0))
     monkeypatch.setattr(HostSampler, "log_volume", lambda sampler, warmup, u: 0.0)
@@ -117,5 +117,4 @@ def test_without_any_of_it_the_scale_is_lost(monkeypatch):
     mcmc = vectorized(SGLD(effects), 300, 300, 20)
     mcmc.run(random.key(0), **known)
     draws = np.log(np.asarray(mcmc.get_samples(group_by_chain=True)["scale"], float))
-    mean, sd = exact(**known)
-    assert abs(draws.mean() - mean) > sd and diagnose(mcmc)
+    assert split_gelman_rubin(draws) > 1.2 and diagnose(mcmc)
