@@ -48,9 +48,10 @@ class ScalesConstants:
     pairs_of_arrow: int = 50
     #: Eigenvectors whose residual is smaller have converged, relative to what scaling by the eigenvalue tolerates.
     converged: float = 0.3
-    #: By what the allowed noise of second order is divided. It grows with the fourth power of distances, and with
-    #: covariates of heavy tails exceeded in its largest direction by a factor of 3 what one cloud shows. Directions
-    #: that are allowed more, so that a short run mixes, send particles far off, where they have still more.
+    #: By what the allowed noise of second order is divided for a dense preconditioner. It grows with the fourth power
+    #: of distances, and with covariates of heavy tails exceeded in its largest direction by a factor of 3 what one
+    #: cloud shows. Directions that are allowed more, so that a short run mixes, send particles far off, where they
+    #: have still more.
     caution: float = 3.0
 
 
@@ -114,9 +115,9 @@ def _whitened(rng, window, warmup, cloud, sampler):
         hessian, covariance = hessian_and_noise(rng, measured, gradients, *numbers, warmup.order)
     scale, factor = whitening(weight * hessian + (1.0 - weight) * np.eye(dimension, dtype=hessian.dtype)), 1.0
     if covariance.any():
-        further, factor = shrink_noisy_directions(
-            scale.T @ covariance @ scale, num_pairs * num_independent, _allowed_noise(warmup, cloud, sampler)
-        )
+        allowed = _allowed_noise(warmup, cloud, sampler) / (SCALES.caution if warmup.order == 2 else 1.0)
+        whitened = scale.T @ covariance @ scale
+        further, factor = shrink_noisy_directions(whitened, num_pairs * num_independent, allowed)
         scale = scale @ further
     warmup, cloud = _changed(warmup, cloud, Preconditioner(scale, warmup.moments.position))
     return warmup._replace(noise_shrinkage=factor), cloud
@@ -248,7 +249,7 @@ def _allowed_noise(warmup, cloud, sampler):
     """Return the gradient noise whose bias is within the tolerance at the longest step that the curvature allows."""
     error = sampler.dynamics.step_error(sampler.couple(cloud.z, warmup.bandwidth))
     curvature = np.maximum(warmup.measurements.high_curvature, 1.0)
-    tolerance = sampler.plan.tolerance(error, warmup.order)
+    tolerance = sampler.plan.tolerance_of_any(error, warmup.order)
 
     def longest(curvature, noise):
         return error.max_step_for_bias(tolerance, CurvatureStats(curvature, curvature, noise))
@@ -256,7 +257,7 @@ def _allowed_noise(warmup, cloud, sampler):
     step_size = longest(curvature, 0.0)
     remaining = error.remaining_noise(step_size, CurvatureStats(curvature, curvature, 1.0, 0.0, sampler.plan.sweep))
     tiny = np.finfo(cloud.z.dtype).eps
-    return longest(tiny, 1.0) / step_size / remaining / (SCALES.caution if warmup.order == 2 else 1.0)
+    return longest(tiny, 1.0) / step_size / remaining
 
 
 def _changed(warmup, cloud, change):

@@ -56,6 +56,12 @@ class WarmupPlan(NamedTuple):
         """Return δ of the bias budget, for control variates of an order; 0 for none."""
         return (self.rule or BiasBudget()).tolerance_for(error.is_second_order and (order == 2 or not self.is_noisy))
 
+    def tolerance_of_any(self, error: StepError, order: int) -> float:
+        """Return δ for the coordinate with the most noise; of thousands, few are as noisy."""
+        return (
+            (self.rule or BiasBudget()).tolerance_for(False) if self.kind == "arrow" else self.tolerance(error, order)
+        )
+
     @property
     def measures(self) -> bool:
         """Whether warmup measures curvature and gradient noise."""

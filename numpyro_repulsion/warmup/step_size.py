@@ -177,7 +177,7 @@ def _with_step_size(rng, window, warmup, cloud, sampler):
     stats = _stats(warmup, noise, widest, coupling, sampler)
     rule = plan.rule
     error = dynamics.step_error(coupling)
-    tolerance = plan.tolerance(error, warmup.order)
+    tolerance, of_any = plan.tolerance(error, warmup.order), plan.tolerance_of_any(error, warmup.order)
     num_particle_updates = float(cloud.potential_energy.size * plan.num_steps * window.timetable.num_warmup)
     draws_per_step = num_particle_updates * error.relaxation_rate(spread) / 2.0
     # Only jumps move particles between basins, so a longer step gains no draws there. With minibatches, a longer step
@@ -194,11 +194,15 @@ def _with_step_size(rng, window, warmup, cloud, sampler):
             typical = np.minimum(typical, 1.0)
         gained = num_particle_updates * error.relaxation_rate(typical) / 2.0
     may_be_raised = dynamics.is_sampler and not plan.has_moves and not gains_none
-    of_all = STEP.draws * cloud.potential_energy.size
-    draws = np.maximum(rule.min_draws, of_all) if may_be_raised and rule.min_draws else 0.0
+    enough = STEP.draws * cloud.potential_energy.size
+    draws = np.maximum(rule.min_draws, enough) if may_be_raised and rule.min_draws else 0.0
     sums = _max_step_for_sums(rng, window, warmup, cloud, sampler, error, stats, draws / draws_per_step)
+    longest = error.max_step_for_bias(of_any, stats)
+    if of_any > tolerance:
+        # As a mean over all directions, the bias is within the tolerance.
+        longest = np.minimum(longest, error.max_step_for_bias(tolerance, stats._replace(noise=stats.isotropic_noise)))
     step_size = rule.step_size(
-        max_step_for_bias=np.minimum(error.max_step_for_bias(tolerance, stats), sums),
+        max_step_for_bias=np.minimum(longest, sums),
         max_step_for_short_run=np.minimum(
             error.stability_limit(stats._replace(largest=stats.curvature)) * STEP.stable,
             error.max_step_for_short_run(stats, gained),
@@ -216,6 +220,6 @@ def _with_step_size(rng, window, warmup, cloud, sampler):
         bias=UNKNOWN if np.isnan(bias) else bias,
         mean_bias=UNKNOWN if np.isnan(mean_bias) else mean_bias,
         effective_draws=UNKNOWN if np.isnan(effective_draws) else effective_draws,
-        is_raised=bias > 1.01 * tolerance,
+        is_raised=bias > 1.01 * of_any,
         noise_share=remaining,
     )
