@@ -111,7 +111,7 @@ def logistic(x, y, size=50):
     scale = numpyro.sample("scale", dist.LogNormal(0, 0.5))
     numpyro.deterministic("odds", jnp.exp(beta[0]))
     with numpyro.plate("rows", len(y), subsample_size=size) as i:
-        numpyro.sample("y", dist.Bernoulli(logits=x[i] @ beta * scale), obs=y[i])
+        numpyro.sample("y", dist.Bernoulli(logits=x[i] @ beta + jnp.log(scale)), obs=y[i])
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ A row is one constant moved one way: the ratios of the learned step, of the seco
 sample size to those with the constants of the package, as geometric means over three seeds, for each posterior on which
 it changed anything at all.
 
-    python -m benchmarks.harness.constants
+    python -m benchmarks.constants
 """
 
 import dataclasses
