@@ -144,6 +144,14 @@ the last row of a minibatch never | gradients/minibatch.py | test_gradients | ro
 -integers_below(plate_key, (*shape, count), size)
 +integers_below(plate_key, (*shape, count), size - 1)
 
+particles in the neck of many effects send for all others | warmup/arrival.py | warmup/test_many_effects | neck
+-    energy = energy - sampler.log_volume(warmup, cloud.z)
++    energy = energy + sampler.log_volume(warmup, cloud.z)
+
+steps of Adam that grow with a gradient of a few updates | warmup/adam.py | warmup/test_adam | effects
+-    goes_on = jnp.sign(direction) * course > ADAM.course
++    goes_on = jnp.abs(direction) > ADAM.course
+
 control variates in a centering without its volume | gradients/control.py | test_control | centering
 -return energy - volume, pull((gradient, -jnp.ones_like(volume)))[0]
 +return energy, pull((gradient, jnp.zeros_like(volume)))[0]
