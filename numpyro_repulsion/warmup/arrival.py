@@ -126,8 +126,10 @@ def update_arrival(rng: Generator, window: Window, warmup: WarmupState, cloud: C
     if not plan.arrives:
         return warmup, cloud
     if window.is_at(FIRST_WHITENED) and arrival.halfway is not None and not window.is_prolonged:
-        # Before the hierarchical sites are centered otherwise, coordinates are those of the model.
-        arrival = arrival._replace(halfway=warmup.preconditioner.to_positions(cloud.z))
+        positions = warmup.preconditioner.to_positions(cloud.z)
+        if warmup.centering is not None:
+            positions = sampler.recover(warmup, cloud.z, learns=False)[1].z
+        arrival = arrival._replace(halfway=positions)
     # After the arrival, particles can be recognized as lost only if the gradient noise has been measured.
     if window.finds_lost and (window.was_arrival or (plan.is_noisy and plan.measures)):
         lost = _lost(warmup, cloud, sampler)

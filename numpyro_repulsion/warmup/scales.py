@@ -378,10 +378,12 @@ def update_centering(rng: Generator, window: Window, warmup: WarmupState, cloud:
     is, because its likelihood does not depend on s, and minibatches add no noise to the gradient with respect to s.
     An effect that the model itself multiplies by s is treated likewise, once gradients have told the power of s.
     """
-    # Later, scales are averages over windows, which need the same coordinates.
-    if warmup.centering is None or not window.centers:
-        return warmup, cloud
     known = warmup.centering
+    if known is not None and window.is_first and warmup.arrival.is_prolonged is not None:
+        return _with_products(rng, warmup, cloud, sampler)
+    # Later, scales are averages over windows, which need the same coordinates.
+    if known is None or not window.centers:
+        return warmup, cloud
     learned, found = sampler.recover(warmup, cloud.z, learns=True)
     spread = np.std(np.log(found.scale), (0, 1))
     _, of, counts = np.unique(found.scale[0, 0], return_inverse=True, return_counts=True)
@@ -398,6 +400,23 @@ def update_centering(rng: Generator, window: Window, warmup: WarmupState, cloud:
     is_other = np.abs(centering.share - known.share).max() > CENTERING.change
     if not is_other and np.array_equal(centering.powers, known.powers) and np.array_equal(centering.bases, known.bases):
         return warmup, cloud
+    return _recentered(rng, warmup, cloud, sampler, centering, found)
+
+
+def _with_products(rng, warmup, cloud, sampler):
+    """Center the effects of products, once their powers are known: noisy Adam moves their scale faster."""
+    if not warmup.centering.powers.size:
+        return warmup, cloud
+    learned, found = sampler.recover(warmup, cloud.z, learns=True)
+    if not learned.powers.any():
+        return warmup, cloud
+    centering = warmup.centering._replace(powers=learned.powers)
+    new, moved = _recentered(rng, warmup, cloud, sampler, centering, found)
+    return new._replace(arrival=new.arrival.restarted(moved.z)), moved
+
+
+def _recentered(rng, warmup, cloud, sampler, centering, found):
+    """Return state and cloud in coordinates of another centering; as they are where something is not finite there."""
     new, moved = _rescaled(warmup, sampler.to_coordinates(centering, found), centering)
     energy, gradient = sampler.energy_and_grad(new, draw_seed(rng), moved)
     if not all(np.isfinite(x).all() for x in (moved, energy, gradient)):

@@ -112,6 +112,10 @@ class Window(NamedTuple):
         return self.timetable.is_prolonged
 
     @property
+    def is_first(self) -> bool:
+        return self.is_at(ARRIVAL_ENDS[0])
+
+    @property
     def is_last(self) -> bool:
         return self.ends == self.timetable.num_warmup
 

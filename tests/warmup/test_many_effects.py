@@ -22,11 +22,12 @@ from numpyro_repulsion.warmup.arrival import update_arrival
 SCALE, REPEATS = 0.35, 2
 
 
-def effects(group, y, number, subsample_size):
-    """Effects of groups, a few rows each, whose errors have the standard deviation 1."""
+def effects(group, y, number, subsample_size, by_hand=False):
+    """Effects of groups, a few rows each, whose errors have the standard deviation 1; standardized by hand or not."""
     scale = numpyro.sample("scale", dist.HalfNormal(1.0))
     with numpyro.plate("groups", number):
-        effect = numpyro.sample("effect", dist.Normal(0.0, scale))
+        effect = numpyro.sample("effect", dist.Normal(0.0, 1.0 if by_hand else scale))
+    effect = scale * effect if by_hand else effect
     with numpyro.plate("rows", len(y), subsample_size=subsample_size) as i:
         numpyro.sample("y", dist.Normal(effect[group[i]], 1.0), obs=y[i])
 
@@ -92,10 +93,21 @@ def test_many_effects_are_centered_however_well_their_scale_is_known(monkeypatch
     assert (shares() == 1).all()
 
 
+def test_products_are_centered_from_the_first_window_on():
+    kernel, known = SGLD(effects), data(60) | {"by_hand": True}
+    state = warmed(kernel, random.split(random.key(0), 8), 2, 200, **known)
+    assert state.warmup.centering.powers.tolist() == [1.0] and (state.warmup.centering.share == 1).all()
+    # What is drawn is what the model has.
+    z = sites(kernel, state, **known)
+    assert abs(np.sqrt(np.mean(np.square(z["effect"]))) - 1) < 0.2
+    assert not warmed(kernel, random.split(random.key(0), 8), 1, 200, **known).warmup.centering.powers.any()
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("kernel", [SGLD, SGHMC, SGLDR])
-def test_the_scale_of_a_thousand_effects(kernel):
-    known = data(1000)
+def test_the_scale_of_a_thousand_effects(kernel, by_hand):
+    known = data(1000) | {"by_hand": by_hand}
     mcmc = vectorized(kernel(effects), 300, 300, 20)
     mcmc.run(random.key(0), **known)
     draws = np.log(np.asarray(mcmc.get_samples(group_by_chain=True)["scale"], float))

@@ -766,6 +766,9 @@ class Energies(NamedTuple):
     def energy_on_common_rows(self, warmup, u):
         return self.energy
 
+    def log_volume(self, warmup, u):
+        return 0.0
+
 
 @pytest.mark.parametrize(("ends", "moves", "coincide"), [(30, True, True), (50, False, False), (60, True, False)])
 def test_lost_particles_move_to_others_but_not_where_they_would_coincide(ends, moves, coincide):
