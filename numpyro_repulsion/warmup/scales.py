@@ -374,9 +374,10 @@ def update_centering(rng: Generator, window: Window, warmup: WarmupState, cloud:
 
     An entry x with prior location m and scale s has the curvature ``1 + h s²`` in its form ``(x − m) / s``, if the
     likelihood has the curvature h. It is centered by ``h s² / (1 + h s²)``, the share of what is known of x that
-    the data say: the correlation of x with m and s is then least for a Gaussian. Where s is known well, x stays as it
-    is, because its likelihood does not depend on s, and minibatches add no noise to the gradient with respect to s.
-    An effect that the model itself multiplies by s is treated likewise, once gradients have told the power of s.
+    the data say: the correlation of x with m and s is then least for a Gaussian. Where s is known well and has few
+    effects, x stays as it is, because its likelihood does not depend on s, and minibatches add no noise to the gradient
+    with respect to s. An effect that the model itself multiplies by s is treated likewise, once gradients have told the
+    power of s: with minibatches at the end of the first window.
     """
     known = warmup.centering
     if known is not None and window.is_first and warmup.arrival.is_prolonged is not None:
