@@ -116,7 +116,7 @@ def test_the_scale_of_a_thousand_effects(kernel, by_hand):
     mean, sd = exact(**known)
     number = float(effective_sample_size(draws))
     # With 20 particles and an ESS of 200, R-hat is √(1 + 2 · 20 / 200).
-    assert number > 200 and split_gelman_rubin(draws) < 1.1
+    assert number > 200 and split_gelman_rubin(draws) < (1.1 if by_hand else 1.05)
     # The step may move it by a tenth of its standard deviation.
     assert abs(draws.mean() - mean) < (4.5 / number**0.5 + 0.1) * sd
     assert abs(draws.std() / sd - 1) < 4.5 / (2 * number) ** 0.5 + 0.05
