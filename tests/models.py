@@ -1,13 +1,30 @@
-"""What tests of many rooms run: particles of a kernel, without a bar; and the energy of a standard normal."""
+"""What tests of many rooms run: particles of a kernel, without a bar; and numbers and Gaussians to run them on."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from numpyro.infer import MCMC
 
 from numpyro_repulsion.kernels import ParticleState
 from numpyro_repulsion.kernels.warmup_host import iterations_of
 from numpyro_repulsion.kernels.warmup_programs import Frozen
+
+PRECISION = np.array([[9.0, 2.0, 0.0], [2.0, 4.0, 0.5], [0.0, 0.5, 0.01]], np.float32)
+
+
+def generator(seed=1):
+    return np.random.default_rng(seed)
+
+
+def numbers(seed, shape):
+    """Standard normal numbers on the host."""
+    return generator(seed).standard_normal(shape).astype(np.float32)
+
+
+def linear(matrix):
+    """The gradients of ``uᵀ A u / 2``, as learners ask for them."""
+    return lambda cases: (u @ matrix for _, u, _ in cases)
 
 
 def quadratic(z):

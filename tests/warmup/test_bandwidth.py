@@ -15,7 +15,7 @@ from numpyro_repulsion import IMQ, RBF, SGLDR, Balanced, BiasBudget, Independent
 from numpyro_repulsion.dynamics import Overdamped
 from numpyro_repulsion.interactions import Laplacian, RandomFeatures, RandomGroups, Scheduled, median_bandwidth
 from numpyro_repulsion.warmup import Timetable, WarmupPlan, WarmupState, Window
-from numpyro_repulsion.warmup.bandwidth import best_bandwidth, gains, score, update_bandwidth
+from numpyro_repulsion.warmup.bandwidth import best_bandwidth, gains, measure_steepness, score, update_bandwidth
 
 LEARNED = RBF("learned")
 #: A budget with which K may widen at no cost.
@@ -198,3 +198,63 @@ def test_no_warmup_takes_the_median_rule():
         state = kernel.init(random.split(random.key(0), 6), 0, starts, (), {})
         np.testing.assert_allclose(state.bandwidth, median_bandwidth(starts), rtol=1e-5)
     np.testing.assert_array_equal(jax.jit(lambda s: kernel.sample(s, (), {}))(state).bandwidth, state.bandwidth)
+
+
+@pytest.mark.parametrize("weight", [0.1, 0.9])
+def test_bandwidth_in_a_sum_with_the_identity_is_that_without(weight):
+    u = random.normal(random.key(0), (1, 20, 5))
+    mixed = weight * RBF() + (1 - weight) * Independent()
+    # But for the nugget, which counts once in each.
+    np.testing.assert_allclose(mixed.learn_bandwidth(u), RBF().learn_bandwidth(u), rtol=1e-3)
+
+
+@pytest.mark.parametrize(("kernel", "dimension"), [(RBF(), 5), (IMQ(), 50)], ids=repr)
+@pytest.mark.parametrize("size", [3, 60])
+def test_bandwidth_makes_a_few_neighbors(kernel, dimension, size):
+    u = 1e3 * random.normal(random.key(0), (2, size, dimension))
+    h = kernel.learn_bandwidth(u)
+    gram = np.stack([kernel.gram(v, h)[0] for v in u])
+    diagonal = np.einsum("gii->gi", gram)
+    similarity = (gram.sum((1, 2)) - diagonal.sum(1)) / diagonal.sum(1) / (size - 1)
+    # The nugget is part of the diagonal, and not of the largest value.
+    np.testing.assert_allclose(similarity.mean(), min(4 / (size - 1), 0.25) / 1.001, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "width"), [(RBF(), 1e-3), (RBF(), 1e3), (IMQ(), 1.0), (RandomFeatures(num_features=32), 1.0)], ids=repr
+)
+def test_many_particles_on_a_line_have_a_bandwidth_that_a_step_can_follow(kernel, width):
+    u = width * random.normal(random.key(0), (1, 200, 1))
+    h = kernel.learn_bandwidth(u)
+    assert float(h) == pytest.approx(0.1 * float(jnp.var(u)), rel=1e-3)
+    if kernel == RBF():
+        # Four neighbors for each: k is 4 / 199 on average.
+        x = u[0] / width
+        four = 4.0 * (4.0 / 199.0) ** 2
+        assert float(jnp.exp(-((x - x.T) ** 2) / four).sum()) / 200.0 - 1.0 == pytest.approx(4.0, rel=0.2)
+        wide, narrow = (measure_steepness(random.key(1), kernel, x[None], b) for b in (h / width**2, four))
+        assert narrow > 10.0 * wide
+
+
+def test_a_given_bandwidth_is_not_learned():
+    assert not any(k.learns_bandwidth for k in (RBF(2.0), Independent(), Balanced(), Balanced(RBF(1.0))))
+
+
+def test_bandwidth_follows_a_cloud_that_shrinks_until_scales_are_frozen():
+    # Half way between two windows of the sampler, 20 particles are twenty times closer than they were.
+    kernel = SGLDR(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=1e-9, preconditioner=None)
+    starts = random.normal(random.key(0), (20, 5))
+    start = kernel.start(random.split(random.key(1), 20), 100, starts, (), {})
+    before = kernel.interaction.learn_bandwidth(start.cloud.z)
+
+    def bound_after(iteration):
+        warmup = start.warmup._replace(iteration=jnp.asarray(iteration, jnp.int32), bandwidth=before)
+        state = start._replace(cloud=start.cloud._replace(z=start.cloud.z / 20.0), warmup=warmup)
+        assert not Timetable(100).is_end(iteration + 1)
+        found = kernel.warm(state, 1, 100, (), {})
+        return float(kernel.interaction.couple(found.cloud.z, found.warmup.bandwidth).bound)
+
+    assert bound_after(32) == pytest.approx(float(kernel.interaction.couple(start.cloud.z, before).bound), rel=1e-3)
+    # With the bandwidth of the last window they would all be neighbors: λ_max(K) is their number.
+    old_rule = float(kernel.interaction.couple(start.cloud.z / 20.0, before).bound)
+    assert old_rule > 19.0 and bound_after(72) == pytest.approx(old_rule)
