@@ -28,7 +28,7 @@ from numpyro_repulsion.kernels.runs import (
     has_other_data,
     kernel_of_run,
 )
-from numpyro_repulsion.warmup import Measured, Measurements
+from numpyro_repulsion.warmup import MeasuredFigures, Measurements
 from numpyro_repulsion.warmup.bandwidth import measure_steepness
 from numpyro_repulsion.warmup.curvature import UNKNOWN, estimate_curvature, summarize_curvature
 
@@ -147,7 +147,7 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
     followed = evenly_spread(flat.shape[1], max(1, MAX_ENTRIES // (num_samples * len(flat))))
     center = (flat if state.coordinates is None else state.coordinates[0]).mean(0)
 
-    def observe(iteration, learned, cloud):
+    def observe(mover, learned, cloud):
         change = learned.preconditioner
         # Centered, because squares of positions far from the origin lose their digits in single precision.
         z, gradient = change.to_positions(cloud.z) - center, change.unwhiten_gradient(cloud.gradient)
@@ -312,13 +312,13 @@ def extrapolate(
     plain, shaped = flat_values(values, 2)
     mean = plain.mean((0, 1))
 
-    def observe(iteration, learned, cloud):
+    def observe(mover, learned, cloud):
         def one(z):
-            draw = target.constrain(iteration.unravel(z))
+            draw = target.constrain(mover.unravel(z))
             draw = {name: draw[name] for name in draws} if isinstance(target, ModelTarget) else draw
             return jnp.concatenate([jnp.ravel(x).astype(z.dtype) for x in jax.tree.leaves(function(draw))])
 
-        found = jax.vmap(jax.vmap(one))(iteration.recover(learned, cloud.z).z)
+        found = jax.vmap(jax.vmap(one))(mover.recover(learned, cloud.z).z)
         # Averages of large values would lose their digits in single precision.
         return found - mean.astype(found.dtype)
 
@@ -368,7 +368,7 @@ def predict_bias(mcmc: MCMC, is_other: bool | None = None, halvings: int = 0) ->
     step_size = np.asarray(_step_in_use(mcmc) / 2**halvings, state.step_size.dtype)
     plan = bound_of(mcmc).plan(state.learned.preconditioner.kind)
     u, steepness, *figures = jax.device_get(compiled(partial(_figures, kernel), target)(state))
-    coupling, known = Coupling.of_figures(*figures), jax.device_get(state.learned.measurements)
+    coupling, known = Coupling.of_figures(*figures), jax.device_get(state.learned.figures)
     if is_other or known is None or not plan.measures:
         gradient = compiled(partial(_gradient, kernel), target)
 
@@ -382,10 +382,10 @@ def predict_bias(mcmc: MCMC, is_other: bool | None = None, halvings: int = 0) ->
             noise = np.zeros_like(noise)
         one = Measurements.empty(1, len(curvature), u.dtype).add(curvature, noise, steepness)
         largest = one.high_curvature, one.largest_curvature, one.typical_steepness
-        known = Measured(*largest, one.mean_noise[0], one.mean_isotropic_noise[0], np.inf, UNKNOWN, UNKNOWN)
+        known = MeasuredFigures(*largest, one.mean_noise[0], one.mean_isotropic_noise[0], np.inf, UNKNOWN, UNKNOWN)
     shared, both = bound_of(mcmc).gradient.shared, (known.noise, known.isotropic_noise)
     with np.errstate(all="ignore"):
-        stats = summarize_curvature(known, both, known.spread, coupling, kernel.dynamics, shared, plan.sweep)
+        stats = summarize_curvature(known, both, known.largest_variance, coupling, kernel.dynamics, shared, plan.sweep)
         error = kernel.dynamics.step_error(coupling)
         remaining = error.remaining_noise(step_size, stats)
         without_curvature = CurvatureStats(0.0, 0.0, remaining, isotropic_noise=stats.isotropic_noise)
@@ -403,8 +403,8 @@ def _figures(kernel, target, state):
 
 def _gradient(kernel, target, state, number, u):
     """Return ∇U at particles in whitened coordinates, on the minibatch of a number."""
-    iteration, _ = kernel.parts(state, target.args, target.kwargs)
-    return iteration.energy_and_grad(state.learned)(random.fold_in(random.key(0), number), u)[1]
+    mover, _ = kernel.parts(state, target.args, target.kwargs)
+    return mover.energy_and_grad(state.learned)(random.fold_in(random.key(0), number), u)[1]
 
 
 def _predict_fall(mcmc, levels):

@@ -161,7 +161,7 @@ NONE, DIFFERENCES, DENSITY = 0, 1, 2
 
 @dataclass(frozen=True)
 class JumpConstants:
-    """What the learner of jumps chose by measurement."""
+    """Constants of the learner of jumps, chosen by measurement."""
 
     #: Below these acceptances, differences replace the density if they do better, and jumps are switched off.
     least_of_density: float = 0.1

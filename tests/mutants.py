@@ -101,8 +101,8 @@ a lost key split: minibatch and noise from one key | kernels/iteration.py | test
 +(key, key)
 
 the same key in every update | kernels/iteration.py | test_dynamics | key or hand
--now, keys[1 + has_jump :])
-+now, keys[jnp.full(self.num_steps, 1 + has_jump)])
+-now, keys[1 + splits_jump_key :])
++now, keys[jnp.full(self.num_steps, 1 + splits_jump_key)])
 
 temperature forgotten in front of Γ | dynamics/base.py | test_recipe | drift
 -(repulsion if temperature == 1.0 else temperature * repulsion)
@@ -145,8 +145,8 @@ the last row of a minibatch never | gradients/minibatch.py | test_gradients | ro
 +integers_below(plate_key, (*shape, count), size - 1)
 
 particles in the neck of many effects send for all others | warmup/arrival.py | warmup/test_many_effects | neck
--    energy = energy - sampler.log_volume(warmup, cloud.z)
-+    energy = energy + sampler.log_volume(warmup, cloud.z)
+-    energy = energy - sampler.log_volume_gained(warmup, cloud.z)
++    energy = energy + sampler.log_volume_gained(warmup, cloud.z)
 
 steps of Adam that grow with a gradient of a few updates | warmup/adam.py | warmup/test_adam | effects
 -    goes_on = jnp.sign(direction) * course > ADAM.course

@@ -146,7 +146,7 @@ def test_measured_step_is_judged_by_what_warmup_measured():
         init_params=random.normal(random.key(1), (10, 3)),
     )
     # One measured its clouds, the other took the step after the last of them.
-    np.testing.assert_allclose(step_bias(mcmc).predicted, mcmc.last_state.learned.measurements.bias, rtol=0.1)
+    np.testing.assert_allclose(step_bias(mcmc).predicted, mcmc.last_state.learned.figures.bias, rtol=0.1)
     table = summary(mcmc)
     assert len(table) == 3
     assert "step-size bias at most 2." in str(table)

@@ -27,7 +27,7 @@ from numpyro_repulsion.kernels.warmup_programs import Frozen
 PACKAGE = ROOT / "numpyro_repulsion"
 ROWS, DIMENSION, BATCH, PARTICLES = 200, 3, 20, 20
 #: The method that makes one update.
-UPDATE = "Iteration._update"
+UPDATE = "CloudMover._update"
 TARGETS = {
     "lines of the package": 15_500,
     "files of the package": 85,

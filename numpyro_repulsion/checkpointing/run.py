@@ -32,7 +32,7 @@ from numpyro_repulsion.kernels.requirements import require_agreement
 from numpyro_repulsion.kernels.runs import bound_of, kernel_of
 from numpyro_repulsion.kernels.state import check_chains
 from numpyro_repulsion.kernels.warmup_host import iterations_of
-from numpyro_repulsion.kernels.warmup_programs import Frozen, Warming
+from numpyro_repulsion.kernels.warmup_programs import Frozen, WarmupRun
 from numpyro_repulsion.layout import place_everywhere
 from numpyro_repulsion.processes import here, must_stop
 
@@ -137,7 +137,7 @@ def _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup):
         beginning, like = trace(begin, known=given)
     else:
         state = like = begin()
-    warms = isinstance(like, Warming)
+    warms = isinstance(like, WarmupRun)
     likes = list(itertools.islice(_frozen(mcmc, like), None if is_lasting else 1)) if warms else [like]
     loop = _Loop(mcmc, extra_fields, num_warmup, likes[0])
     files = plan(loop.prototype, loop.fields[0], mcmc.num_chains, loop.num_rows)
@@ -165,7 +165,7 @@ def _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup):
             if done == loop.num_iterations:
                 break
             stop = min(done + piece_size, *(end for end in ends if end > done))
-            is_warmup = isinstance(state, Warming)
+            is_warmup = isinstance(state, WarmupRun)
             collected = loop.empty(1 if is_warmup else piece_size)
             for at in range(done, stop, stride):
                 to = min(at + stride, stop)
@@ -175,7 +175,7 @@ def _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup):
                     state, collected = loop.advance(state, collected, at, to, done)
                 if is_shown:
                     bar.set_description("warmup" if at < num_warmup else "sample", refresh=False)
-                    if not isinstance(jax.block_until_ready(state), Warming):
+                    if not isinstance(jax.block_until_ready(state), WarmupRun):
                         bar.set_postfix_str(kernel.progress(state), refresh=False)
                 bar.update(to - at)
             if is_warmup and stop == num_warmup:

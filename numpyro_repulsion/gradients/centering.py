@@ -44,18 +44,18 @@ class Recovered(NamedTuple):
 
     - **z** - the unconstrained position, flat.
     - **location**, **scale** - m and s of x; 0 and 1 for sites that cannot be centered partly.
-    - **log_volume** - ``log dx/dz``.
+    - **log_scale** - ``log dx/dz``, of each entry.
     """
 
     z: Float[AnyArray, "*particles d"]
     location: Float[AnyArray, "*particles d"]
     scale: Float[AnyArray, "*particles d"]
-    log_volume: Float[AnyArray, "*particles d"]
+    log_scale: Float[AnyArray, "*particles d"]
 
     @property
     def centered(self) -> Float[AnyArray, "*particles d"]:
         """x, z in centered form: ``s z`` for effects that the model multiplies by s, else z."""
-        return self.z * jnp.exp(self.log_volume)
+        return self.z * jnp.exp(self.log_scale)
 
 
 class CenteredTarget(Wrapped):
@@ -167,10 +167,10 @@ class CenteredTarget(Wrapped):
         if self._target.num_groups:
             translations = self._target.translations
             mean = jnp.where(bases >= 0, translations.means(deviation), 0.0)
-            deviation = deviation - translations.spread(mean)
+            deviation = deviation - translations.to_entries(mean)
         y = share * found.location + deviation * found.scale ** (share - 1.0)
         if self._target.num_groups:
-            y = y + translations.spread(mean / jnp.exp(translations.means(jnp.log(found.scale))))
+            y = y + translations.to_entries(mean / jnp.exp(translations.means(jnp.log(found.scale))))
             y = y.at[..., bases].add(mean)
         return y
 
@@ -178,20 +178,20 @@ class CenteredTarget(Wrapped):
         """Return the logarithm of the determinant of dz/dy, which is the difference of U in the two coordinates."""
         share, _, bases = self._centering
         log_weights = (1.0 - share) * jnp.log(found.scale)
-        volume = jnp.sum(log_weights - found.log_volume, -1)
+        volume = jnp.sum(log_weights - found.log_scale, -1)
         if self._target.num_groups:
             translations = self._target.translations
             means = translations.means(jnp.log(found.scale)) - jnp.log(translations.means(jnp.exp(log_weights)))
             volume = volume + jnp.sum(jnp.where(bases >= 0, means, 0.0), -1)
         return volume
 
-    def structure_at(self, found: Recovered, min_spread: float) -> tuple[Centering, Recovered]:
+    def structure_at(self, found: Recovered, smallest_sd: float) -> tuple[Centering, Recovered]:
         """Return the centering with powers and bases estimated from gradients, and the particles with these powers.
 
         What is known stays.
 
         :param found: particles in the coordinates of the model, ``(n, d)``.
-        :param min_spread: the smallest standard deviation of log s for which the mean of a group gets its own base.
+        :param smallest_sd: the smallest standard deviation of log s for which the mean of a group gets its own base.
         """
         target, centering = self._target, self._centering
         if not (target.num_products or target.num_groups):
@@ -203,8 +203,8 @@ class CenteredTarget(Wrapped):
             centering = centering._replace(powers=jnp.where(centering.powers == 0, powers, centering.powers))
             found = self._with_powers(centering.powers, found)
         if target.num_groups:
-            slope = jax.vmap(lambda x: ravel_pytree(x)[0])(slopes[-1]) / jnp.exp(found.log_volume)
-            bases = target.translations.bases(slope, found.scale, min_spread)
+            slope = jax.vmap(lambda x: ravel_pytree(x)[0])(slopes[-1]) / jnp.exp(found.log_scale)
+            bases = target.translations.bases(slope, found.scale, smallest_sd)
             centering = centering._replace(bases=jnp.where(centering.bases < 0, bases, centering.bases))
         return centering, found
 

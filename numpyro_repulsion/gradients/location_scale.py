@@ -253,14 +253,14 @@ class Translations:
         self.places = {name: places[name].reshape(shapes[name]) for name in sorted(bases)}
         self._variance = flat({name: _variance(sites[name]["fn"]) for name in bases}) if self.groups else np.zeros(0)
 
-    def bases(self, gradient: jax.Array, scale: jax.Array, min_spread: float) -> jax.Array:
+    def bases(self, gradient: jax.Array, scale: jax.Array, smallest_sd: float) -> jax.Array:
         """Return the entry that is the base of each group, ``(g,)``; -1 for a group without one.
 
         An entry with a prior narrower than that of the mean of the effects would not let this mean vary.
 
         :param gradient: ∇U without priors at some particles, with respect to their centered form, ``(n, d)``.
         :param scale: the scale of each entry there; 1 for what is no effect.
-        :param min_spread: the smallest standard deviation of log s for which a group gets a base: where the scale is
+        :param smallest_sd: the smallest standard deviation of log s for which a group gets a base: where the scale is
             known well, the coordinates of the model do as well.
         """
         total, log_scale = self.sums(gradient), self.means(jnp.log(scale))
@@ -270,7 +270,7 @@ class Translations:
         can_be = (scale == 1.0).all(0) & (jnp.asarray(self._variance, scale.dtype) > variance) & (size > 0)
         error = jnp.where(can_be, residual / jnp.where(size > 0, size, 1.0), jnp.inf)
         # Gradients may differ by a hundredth, to allow for rounding.
-        found = (jnp.min(error, 1) < 1e-4) & (jnp.std(log_scale, 0) > min_spread)
+        found = (jnp.min(error, 1) < 1e-4) & (jnp.std(log_scale, 0) > smallest_sd)
         return jnp.where(found, jnp.argmin(error, 1), -1).astype(jnp.int32)
 
     def sums(self, x: jax.Array) -> jax.Array:
@@ -281,7 +281,7 @@ class Translations:
         """Return the mean of x over each group."""
         return self.sums(x) / self.sizes.astype(x.dtype)
 
-    def spread(self, x: jax.Array) -> jax.Array:
+    def to_entries(self, x: jax.Array) -> jax.Array:
         """Return the value x of each group, ``(..., g)``, at each of its entries, ``(..., d)``; 0 elsewhere."""
         return matmul(x, jnp.asarray(self.members, x.dtype))
 

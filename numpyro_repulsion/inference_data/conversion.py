@@ -199,7 +199,7 @@ def to_inference_data(
     if all_count:
         dimension = mcmc.last_state.gradient.shape[-1]
         temperature = kernel.dynamics.temperature or 1.0
-        problems = mcmc.last_state.learned.problems
+        problems = mcmc.last_state.learned.diagnosis
         # Warmup prolonged the arrival, as for networks.
         is_network = problems is not None and bool(problems.is_prolonged)
         energy = -statistics["lp"] / temperature
@@ -271,7 +271,7 @@ def _attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) 
     measured = isinstance(kernel.step_size, BiasBudget)
     is_other = has_other_data(mcmc)
     findings = ([OTHER_DATA] if is_other else kernel.findings(state)) + _of_momenta(kernel, state)
-    known, reference = state.learned.measurements, state.learned.reference
+    known, reference = state.learned.figures, state.learned.reference
     biases = (-1.0, -1.0) if known is None else (float(known.bias), float(known.mean_bias))
     bias, mean_bias = (np.nan if x < 0.0 or is_other else x for x in biases)
     coupling, num_independent = coupling_of(mcmc)

@@ -37,6 +37,7 @@ def bisect_bandwidth(
         too_wide = mean_similarity(jnp.exp(middle)) > target * widest
         return (jnp.where(too_wide, low, middle), jnp.where(too_wide, middle, high)), None
 
+    # 30 halvings of an interval of some twenty reach the rounding of single precision.
     (low, high), _ = lax.scan(halve, (narrow, wide), length=30)
     return jnp.exp((low + high) / 2.0).astype(u.dtype)
 
@@ -129,14 +130,14 @@ class Interaction:
         return self
 
     def learn_bandwidth(self, u: Float[Array, "*particles d"]) -> Float[Array, ""]:
-        """Return the bandwidth for particles ``(G, L, d)``, if the interaction learns one."""
+        """Return the bandwidth by the rule for particles ``(G, L, d)``, if the interaction learns one."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `learn_bandwidth`.")
 
     def couple(self, u: Float[Array, "*particles d"], bandwidth: Float[Array, ""] | float | None = None) -> Coupling:
         """Return the coupling of the cloud.
 
         :param u: particles, ``(L, d)`` or ``(G, L, d)``.
-        :param bandwidth: the learned bandwidth, for kernels whose ``bandwidth`` is ``None``.
+        :param bandwidth: the bandwidth in use, for interactions that learn it.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement `couple`.")
 

@@ -32,7 +32,7 @@ from numpyro_repulsion.kernels.bound import (
     preconditioner_scale,
     step_schedule,
 )
-from numpyro_repulsion.kernels.iteration import Iteration
+from numpyro_repulsion.kernels.iteration import CloudMover
 from numpyro_repulsion.kernels.mcmc import arguments, calling_mcmc, collects_warmup
 from numpyro_repulsion.kernels.programs import Programs, compiler_options
 from numpyro_repulsion.kernels.state import (
@@ -42,7 +42,7 @@ from numpyro_repulsion.kernels.state import (
     map_particles,
     row_seed,
 )
-from numpyro_repulsion.kernels.warmup_programs import Frozen, Warming
+from numpyro_repulsion.kernels.warmup_programs import Frozen, WarmupRun
 from numpyro_repulsion.layout import place_everywhere
 from numpyro_repulsion.moves import Move
 from numpyro_repulsion.schedules import BiasBudget
@@ -186,13 +186,13 @@ class ParticleKernel(Settings, MCMCKernel):
         mcmc.post_warmup_state = self.resumed(state, *arguments(mcmc))
         return has_chains
 
-    def resumed(self, state: ParticleState | Warming, args, kwargs) -> ParticleState | Warming:
+    def resumed(self, state: ParticleState | WarmupRun, args, kwargs) -> ParticleState | WarmupRun:
         """Return a stored state for a run, with references on the data of the run.
 
         ``MCMC.run`` and `run_in_pieces` call this. Whoever calls `sample` with a state and other data calls it first.
         """
         bound = self.bind(args, kwargs)
-        if isinstance(state, Warming):
+        if isinstance(state, WarmupRun):
             return warmup_programs.relabeled(state, bound.posterior_id(state.prototype))
         reference = state.learned.reference
         posterior_id = None if reference is None else bound.posterior_id()
@@ -202,12 +202,12 @@ class ParticleKernel(Settings, MCMCKernel):
             # Each particle renews its own.
             new = reference._replace(posterior_id=jnp.asarray(posterior_id), age=-jnp.ones_like(reference.age))
         else:
-            iteration, _ = self.parts(state, args, kwargs)
+            mover, _ = self.parts(state, args, kwargs)
             position = jnp.asarray(reference.position)
             size = np.size(state.potential_energy)
 
             def evaluate(target, position):
-                on = replace(iteration, bound=replace(iteration.bound, target=target), posterior_id=None)
+                on = replace(mover, bound=replace(mover.bound, target=target), posterior_id=None)
                 return on.evaluate_reference(random.key(0), reference._replace(position=position), size)
 
             new = compiled(evaluate, bound.target)(position)._replace(posterior_id=jnp.asarray(posterior_id))
@@ -264,6 +264,7 @@ class ParticleKernel(Settings, MCMCKernel):
                 if is_shown:
                     jax.block_until_ready(state)
                 bar.update(number)
+        # NumPyro counts the iterations of warmup itself.
         done = 0 if mcmc is not None else num_warmup
         skips_warmup = mcmc is not None and not collects_warmup(mcmc)
         state = self.freeze(state, model_args, model_kwargs, is_prng_key(rng_key), done, skips_warmup)
@@ -273,7 +274,7 @@ class ParticleKernel(Settings, MCMCKernel):
 
     def start(
         self, rng_key, num_warmup, init_params, model_args, model_kwargs, mcmc=None, left_out=()
-    ) -> Warming | ParticleState:
+    ) -> WarmupRun | ParticleState:
         """Return the state before warmup, or that from which draws are made if there is nothing to learn."""
         is_single = is_prng_key(rng_key)
         if is_single:
@@ -299,8 +300,8 @@ class ParticleKernel(Settings, MCMCKernel):
         plan = bound.plan()
         how = None
         if num_warmup == 0 or not plan.learns:
-            on = int(plan.epoch is not None), False
-            how = Frozen(on, skips_warmup=False, iteration=0, is_single=is_single)
+            order, has_jumps = int(plan.epoch is not None), False
+            how = Frozen((order, has_jumps), skips_warmup=False, iteration=0, is_single=is_single)
         posterior_id = None
         if num_warmup > 0 or bound.gradient.has_reference:
             posterior_id = bound.posterior_id(init_params)
@@ -321,7 +322,7 @@ class ParticleKernel(Settings, MCMCKernel):
         requirements.warn_of_short_warmup(num_warmup if plan.arrives else 0)
         return begun.state
 
-    def warm(self, state: Warming, number: int, num_warmup: int, args, kwargs) -> Warming:
+    def warm(self, state: WarmupRun, number: int, num_warmup: int, args, kwargs) -> WarmupRun:
         """Make a number of iterations of warmup; how many there are in all decides how the program is compiled."""
         if is_traced():
             raise ValueError(
@@ -335,7 +336,7 @@ class ParticleKernel(Settings, MCMCKernel):
         with hinting(self.model, args, kwargs or {}):
             return warmup_host.warm(bound, self._programs, options, state, number)
 
-    def freeze(self, state: Warming, args, kwargs, is_single: bool, iteration: int, skips_warmup: bool = False):
+    def freeze(self, state: WarmupRun, args, kwargs, is_single: bool, iteration: int, skips_warmup: bool = False):
         """Return the state from which draws are made, with all that a warmup learned.
 
         :param iteration: how many iterations count as done.
@@ -345,7 +346,7 @@ class ParticleKernel(Settings, MCMCKernel):
             on = warmup_programs.what_is_on(self.bind(args, kwargs), state.warmup)
             return self.frozen_as(Frozen(on, skips_warmup, iteration, is_single), state, args, kwargs)
 
-    def frozen_as(self, how: Frozen, state: Warming, args, kwargs) -> ParticleState:
+    def frozen_as(self, how: Frozen, state: WarmupRun, args, kwargs) -> ParticleState:
         """Return a state for which it is known what is on, also for the shapes of a warmup."""
         bound, shape = self.bind(args, kwargs), state.cloud.z.shape
         judged = warmup_host.judge(bound, bound.plan(state.warmup.preconditioner.kind), state)
@@ -365,21 +366,21 @@ class ParticleKernel(Settings, MCMCKernel):
     def _sample(self, given, model_args, model_kwargs):
         # At both ends, so that the loops of callers leave the state on these devices.
         state = place_everywhere(given.with_particle_axis())
-        iteration, cloud = self.parts(state, model_args, model_kwargs)
-        learned, is_counted = iteration.with_references(cloud, state.learned), True
-        has_jump = learned.jumps is not None
-        rng_key, now, learned = iteration.move(state.rng_key, cloud, learned, state.num_updates, has_jump)
+        mover, cloud = self.parts(state, model_args, model_kwargs)
+        learned, is_counted = mover.with_references(cloud, state.learned), True
+        splits_jump_key = learned.jumps is not None
+        rng_key, now, learned = mover.move(state.rng_key, cloud, learned, state.num_updates, splits_jump_key)
         if state.origin.has_warmed:
             is_counted = state.iteration >= state.num_warmup
         count = state.num_flagged_updates + jnp.where(is_counted, now.flagged.sum(), 0)
         found = ParticleState.of(
-            iteration,
+            mover,
             now.cloud,
             learned,
-            iteration.step_size(learned, now.num_updates - 1),
+            mover.step_size(learned, now.num_updates - 1),
             now.flagged,
             rng_key,
-            iteration.row_seed,
+            mover.row_seed,
             iteration=state.iteration + 1,
             num_warmup=state.num_warmup,
             num_updates=now.num_updates,
@@ -388,8 +389,8 @@ class ParticleKernel(Settings, MCMCKernel):
         )
         return place_everywhere(map_particles(lambda x: x[0], found) if given.is_single else found)
 
-    def parts(self, state: ParticleState, args, kwargs) -> tuple[Iteration, Cloud]:
-        """Return the iteration for a state, and its particles in whitened coordinates, ``(G, L, d)``."""
+    def parts(self, state: ParticleState, args, kwargs) -> tuple[CloudMover, Cloud]:
+        """Return what moves the particles of a state, and its particles in whitened coordinates, ``(G, L, d)``."""
         state = state.with_particle_axis()
         bound = self.bind(args, kwargs)
         posterior_id = None if state.learned.reference is None else bound.posterior_id()
@@ -400,8 +401,8 @@ class ParticleKernel(Settings, MCMCKernel):
         flat, energy = state.coordinates or (flat, state.potential_energy)
         cloud = Cloud(state.learned.preconditioner.whiten(flat), energy, state.gradient, state.memory)
         cloud = jax.tree.map(lambda x: x.reshape(self.num_ensembles, -1, *x.shape[1:]), cloud)
-        iteration = Iteration(bound, plan, unravel, row_seed(state), posterior_id, self.schedule)
-        return iteration, iteration.layout(cloud.z).place(cloud)
+        mover = CloudMover(bound, plan, unravel, row_seed(state), posterior_id, self.schedule)
+        return mover, mover.layout(cloud.z).place(cloud)
 
     def postprocess_fn(self, args, kwargs):
         """Return a function from one unconstrained particle to its constrained and deterministic sites."""
@@ -409,7 +410,7 @@ class ParticleKernel(Settings, MCMCKernel):
 
     def findings(self, state: ParticleState) -> list[Finding]:
         """Return the problems found at the end of warmup; an empty list without a warmup."""
-        found = state.learned.problems
+        found = state.learned.diagnosis
         return [] if found is None else found.findings()
 
     @property

@@ -83,6 +83,7 @@ def step_schedule(
         if isinstance(schedule, Cyclical):
             schedule.check(num_steps)
         return step_size, schedule
+    # Of any coupling: whether the error is known depends on the dynamics alone.
     error = dynamics.step_error(Coupling.of_figures(1.0, 1.0, True))
     if isinstance(error, UnknownError):
         raise ValueError(error.reason)
@@ -339,7 +340,7 @@ class BoundSampler:
             # A given step is that of plain SGLD.
             kind = None if rule is None else automatic
         return WarmupPlan(
-            rule=rule,
+            budget=rule,
             kind=kind,
             learns_bandwidth=kernel.interaction.learns_bandwidth,
             has_reference=self.gradient.has_reference,
@@ -347,7 +348,7 @@ class BoundSampler:
             sweep=self.gradient.sweep_length(self.target),
             late=most_late_iterations(plates, kernel.num_steps),
             is_noisy=self.gradient.is_noisy(self.target),
-            has_moves=kernel.moves is not None,
+            has_given_moves=kernel.moves is not None,
             num_steps=kernel.num_steps,
             tunes_bandwidth=kernel.interaction.tunes_bandwidth,
             shares_minibatches=self.gradient.shared,

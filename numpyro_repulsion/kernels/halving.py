@@ -15,12 +15,12 @@ from numpyro.infer import MCMC
 
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.interactions import Antithetic, Balanced, Interaction
-from numpyro_repulsion.kernels.iteration import Iteration
+from numpyro_repulsion.kernels.iteration import CloudMover
 from numpyro_repulsion.kernels.mcmc import arguments
 from numpyro_repulsion.warmup import Learned
 
 #: Numbers ``(G, L, m)`` of the particles of a cloud.
-Observe = Callable[[Iteration, Learned, Cloud], Float[Array, "*particles k"]]
+Observe = Callable[[CloudMover, Learned, Cloud], Float[Array, "*particles k"]]
 #: A cloud, how many updates it made, and what its sampler learned.
 Moved = tuple[Cloud, Integer[Array, ""], Learned]
 
@@ -56,7 +56,7 @@ def halved_series(
     :param rng_key: ``None`` goes on with the key of the run.
     :param num_samples: the number of iterations with ε that are returned; half as many go before.
     :param step_size: ε.
-    :param observe: ``(iteration, learned, cloud) -> numbers (G, L, m)``.
+    :param observe: ``(mover, learned, cloud) -> numbers (G, L, m)``.
     :return: the means over each group with ε, ``(groups, num_samples, m)``, and the differences with ε/2 from them.
         Means are over all updates of an iteration; with ``moves``, which change the distribution within an iteration,
         those after the last one.
@@ -66,14 +66,14 @@ def halved_series(
         state = state._replace(rng_key=rng_key)
 
     def run(state, step_size):
-        iteration, cloud = kernel.parts(state, args, kwargs)
-        iteration = replace(iteration, schedule=None)
+        mover, cloud = kernel.parts(state, args, kwargs)
+        mover = replace(mover, schedule=None)
         steps = (jnp.asarray(step, state.learned.step_size.dtype) for step in (step_size, step_size / 2))
         both = (state.learned._replace(step_size=step) for step in steps)
         clouds = tuple((cloud, state.num_updates, learned) for learned in both)
 
         def iterate(clouds, key):
-            clouds, (one, other) = _iterate(iteration, key, clouds, observe)
+            clouds, (one, other) = _iterate(mover, key, clouds, observe)
             return clouds, (one, other - one)
 
         return lax.scan(iterate, clouds, random.split(state.rng_key, num_samples + num_samples // 2))[1]
@@ -85,38 +85,38 @@ def halved_series(
     return one, difference
 
 
-def _iterate(iteration: Iteration, key: jax.Array, clouds: tuple[Moved, Moved], observe: Observe):
+def _iterate(mover: CloudMover, key: jax.Array, clouds: tuple[Moved, Moved], observe: Observe):
     """Make one iteration with ε, and twice as many updates with ε/2; also return the means of what is observed."""
     jump_key, updates_key = random.split(key)
 
     def begun(cloud, count, learned):
-        return iteration.begin(jump_key, cloud, count, iteration.with_references(cloud, learned))
+        return mover.begin(jump_key, cloud, count, mover.with_references(cloud, learned))
 
     (now, learned), (half, half_learned) = (begun(*moved) for moved in clouds)
     # Each particle by itself moves as with any noise with K = I; that of neighbors would part two particles whose
     # clouds differ ever so little in their order.
-    interaction = iteration.interaction
+    interaction = mover.interaction
     interaction = Balanced() if isinstance(interaction, Antithetic) else interaction
 
     def update(carry, key):
         now, half = carry
         interaction_key, noise_key, *gradient_keys = random.split(key, 4)
         at = interaction.at(interaction_key, now.num_updates)
-        now = iteration.advance(noise_key, gradient_keys[0], _Summed(at), now, learned)
+        now = mover.advance(noise_key, gradient_keys[0], _Summed(at), now, learned)
         keys = random.split(noise_key), jnp.stack(gradient_keys)
-        half, found = lax.scan(lambda half, keys: seen(iteration.advance(*keys, at, half, half_learned)), half, keys)
+        half, found = lax.scan(lambda half, keys: seen(mover.advance(*keys, at, half, half_learned)), half, keys)
         return (now, half), (seen(now)[1], summarized(found))
 
     def seen(now):
-        return now, observe(iteration, learned, now.cloud).mean(-2)
+        return now, observe(mover, learned, now.cloud).mean(-2)
 
     def summarized(found):
         # Draws are made at the end of an iteration, which a jump begins.
         return found.mean(0) if learned.jumps is None else found[-1]
 
-    keys = random.split(updates_key, iteration.num_steps)
+    keys = random.split(updates_key, mover.num_steps)
     (now, half), found = lax.scan(update, (now, half), keys)
-    learned = iteration.ended(learned)
-    half_learned = iteration.ended(half_learned, 2 * iteration.num_steps)
+    learned = mover.ended(learned)
+    half_learned = mover.ended(half_learned, 2 * mover.num_steps)
     clouds = (now.cloud, now.num_updates, learned), (half.cloud, half.num_updates, half_learned)
     return clouds, jax.tree.map(summarized, found)

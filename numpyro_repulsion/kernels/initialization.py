@@ -30,7 +30,7 @@ from numpyro_repulsion.gradients import (
 from numpyro_repulsion.interactions import median_bandwidth
 from numpyro_repulsion.kernels.bound import BoundSampler, automatic_scale
 from numpyro_repulsion.kernels.state import ParticleState, last_word
-from numpyro_repulsion.kernels.warmup_programs import Frozen, Warming, freeze
+from numpyro_repulsion.kernels.warmup_programs import Frozen, WarmupRun, freeze
 from numpyro_repulsion.layout import place_particles
 from numpyro_repulsion.starts import JointStrategy
 from numpyro_repulsion.warmup import Preconditioner, WarmupState
@@ -56,7 +56,7 @@ START = StartConstants()
 class Start(NamedTuple):
     """The start of a run."""
 
-    state: Warming | ParticleState  # of the warmup; if there is nothing to learn, that from which draws are made
+    state: WarmupRun | ParticleState  # of the warmup; if there is nothing to learn, that from which draws are made
     z: Particle  # the sites of the particles, each ``(L, ...)``
     cloud: Cloud  # the particles in whitened coordinates
     smallest_eigenvalue: Float[Array, ""]  # of K: 1 if K is always positive definite, NaN if K is not finite
@@ -126,8 +126,10 @@ def start(
     if num_warmup > 0 and bound.moves is not None and size >= bound.moves.min_particles:
         jumps = bound.moves.start(cloud, num_warmup, plan.kind == "dense")
     first = 1e-3 if kernel.schedule is None else kernel.schedule(0)
-    learns = num_warmup > 0 and kernel.reparam is not None and plan.rule is not None and plan.kind is not None
-    suits = size >= CENTERING.particles and kernel.dynamics.is_sampler and not plan.has_moves and plan.epoch is None
+    learns = num_warmup > 0 and kernel.reparam is not None and plan.budget is not None and plan.kind is not None
+    suits = (
+        size >= CENTERING.particles and kernel.dynamics.is_sampler and not plan.has_given_moves and plan.epoch is None
+    )
     has_hierarchies = bool(target.location_scale or target.num_products)
     centering = Centering.none(target, u.shape[2], u.dtype) if learns and suits and has_hierarchies else None
     data_fingerprint = None
@@ -136,7 +138,7 @@ def start(
         position = flat[jnp.argmax(jnp.abs(energy))]
         data_fingerprint = position, fingerprint(target, ravel_cloud(z)[1], position)
     known = {"posterior_id": posterior_id, "data_fingerprint": data_fingerprint}
-    state = Warming(
+    state = WarmupRun(
         cloud=cloud,
         warmup=WarmupState.start(
             num_warmup, change, first, bandwidth, cloud, plan, units, centering=centering, jumps=jumps, **known

@@ -60,7 +60,7 @@ class Progress(NamedTuple):
     cloud: Cloud
     num_updates: Integer[Array, ""]
     flagged: Integer[Array, ...]  # how many updates were rejected, turned back or had a clipped gradient, ``(G, L)``
-    has_turned: Bool[Array, "*particles"]  # which particles were turned back in the last update
+    has_turned: Bool[Array, "*particles"]  # which were turned back in the last update, since the iteration began
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def coordinate_limit(extreme_gradient: Float[AnyArray, ""]) -> Float[AnyArray, "
 
 
 def warmup_limit(noise: Float[AnyArray, ""]) -> Float[AnyArray, ""]:
-    """Return that size in warmup, where steps are longer, for the largest variance of the noise in any direction."""
+    """Return the coordinate limit in warmup, where steps are longer, for the largest variance of the noise."""
     return CLIPPING.warmup * jnp.sqrt(1.0 + noise)
 
 
@@ -120,7 +120,7 @@ def clip_coordinates(
 
 
 @dataclass(frozen=True, eq=False)
-class Iteration:
+class CloudMover:
     """A bound sampler that moves a cloud ``(G, L, d)`` in whitened coordinates."""
 
     bound: BoundSampler
@@ -206,7 +206,7 @@ class Iteration:
         if state is None or moves is None or key is None:
             return now, learned
         energy_and_grad = self.energy_and_grad(learned)
-        is_stratified = self.plan.has_moves and not (self.interaction.interacts or self.dynamics.interacts)
+        is_stratified = self.plan.has_given_moves and not (self.interaction.interacts or self.dynamics.interacts)
 
         def jump():
             # Particles jump only by gradients of all rows, which need no key.
@@ -221,16 +221,16 @@ class Iteration:
         return now, learned._replace(jumps=jumps)
 
     def move(
-        self, key: jax.Array, cloud: Cloud, learned: Learned, num_updates: Integer[Array, ""], has_jump: bool
+        self, key: jax.Array, cloud: Cloud, learned: Learned, num_updates: Integer[Array, ""], splits_jump_key: bool
     ) -> tuple[jax.Array, Progress, Learned]:
         """Make ``num_steps`` updates, after one jump if there are jumps; `halved_series` does so with two clouds.
 
         :return: the key of the next iteration, what has changed, and what was learned.
         """
         # All keys from one split, because each split takes a tenth of a second to compile.
-        keys = random.split(key, 1 + has_jump + self.num_steps)
-        now, learned = self.begin(keys[1] if has_jump else None, cloud, num_updates, learned)
-        now, _ = lax.scan(lambda now, key: (self._update(key, now, learned), None), now, keys[1 + has_jump :])
+        keys = random.split(key, 1 + splits_jump_key + self.num_steps)
+        now, learned = self.begin(keys[1] if splits_jump_key else None, cloud, num_updates, learned)
+        now, _ = lax.scan(lambda now, key: (self._update(key, now, learned), None), now, keys[1 + splits_jump_key :])
         return keys[0], now, self.ended(learned)
 
     def ended(self, learned: Learned, num_steps: int | None = None) -> Learned:
@@ -258,11 +258,11 @@ class Iteration:
     ) -> Progress:
         """Make one update with the interaction of this update."""
         energy_and_grad = self.energy_and_grad(learned, now.num_updates)
-        # Second order leaves hardly any noise in energies either.
         reference = learned.reference
+        # After warmup, a Hessian means second order, which leaves hardly any noise in energies.
         is_nearly_exact = reference is not None and reference.order is None and reference.hessian is not None
 
-        # Once more, because scales and other data change the limits.
+        # Once more, because scales and other data change the limits; it also tells which particles are at the limit.
         gradient, is_clipped = self._clipped(now.cloud.gradient, learned)
         cloud = now.cloud._replace(gradient=gradient)
 
@@ -285,7 +285,7 @@ class Iteration:
         return Progress(cloud, now.num_updates + 1, flagged, turns)
 
     def with_references(self, cloud: Cloud, learned: Learned) -> Learned:
-        """Renew each particle's own reference, if its epoch is over or the data changed.
+        """Renew each particle's own reference, if its epoch is over or the data changed; reject a common one of others.
 
         A common reference is evaluated on other data before their run, by `ParticleKernel.resumed`. Where that was left
         out, and the data are constants of the program, its energy becomes NaN: every update is rejected, instead of

@@ -75,7 +75,7 @@ class SGLDR(ParticleKernel):
     ours, and ``interaction=Independent()`` is exactly parallel SGLD. A given ``step_size`` is the ε of this equation.
     If warmup measures the step, the noise is averaged over two updates
     (:class:`~numpyro_repulsion.dynamics.Overdamped`), which has less bias for the same step; not with ``moves``, which
-    cannot carry such noise.
+    cannot carry such noise. All this is in the whitened coordinates that warmup learns, where K is evaluated too.
 
     Needs ``MCMC(..., num_chains=L, chain_method="vectorized")`` with L of 2 or more per ensemble. The default
     interaction is :class:`~numpyro_repulsion.RBF`.

@@ -16,7 +16,7 @@ from numpyro_repulsion.digests import digest, words
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.gradients import Gradient, ModelTarget, Particle, Target
 from numpyro_repulsion.kernels.bound import Settings
-from numpyro_repulsion.kernels.iteration import Iteration
+from numpyro_repulsion.kernels.iteration import CloudMover
 from numpyro_repulsion.layout import place_particles
 from numpyro_repulsion.warmup import Learned
 
@@ -157,7 +157,7 @@ class ParticleState(NamedTuple):
 
     @staticmethod
     def of(
-        sampler: Iteration,
+        mover: CloudMover,
         cloud: Cloud,
         learned: Learned,
         step_size: jax.Array,
@@ -166,19 +166,19 @@ class ParticleState(NamedTuple):
         row_seed: jax.Array | None,
         **others: Any,
     ) -> ParticleState:
-        """Return the state of a cloud in whitened coordinates, ``(G, L, d)``, that a sampler moved.
+        """Return the state of a cloud in whitened coordinates, ``(G, L, d)``, that a mover moved.
 
         :param flagged: how many updates of the last iteration were flagged, ``(G, L)``.
         :param others: the remaining fields.
         """
-        size, recovered, coordinates = cloud.potential_energy.size, sampler.recover(learned, cloud.z), None
+        size, recovered, coordinates = cloud.potential_energy.size, mover.recover(learned, cloud.z), None
         energy = cloud.potential_energy
         if learned.centering is not None:
             y = learned.preconditioner.to_positions(cloud.z)
             coordinates = y.reshape(size, -1), energy.reshape(size)
-            energy = energy + sampler.centered(learned.centering).log_volume(recovered)
+            energy = energy + mover.centered(learned.centering).log_volume(recovered)
         return ParticleState(
-            z=place_particles(jax.vmap(sampler.unravel)(recovered.z.reshape(size, -1))),
+            z=place_particles(jax.vmap(mover.unravel)(recovered.z.reshape(size, -1))),
             potential_energy=energy.reshape(size),
             step_size=jnp.broadcast_to(step_size, (size,)),
             bandwidth=jnp.broadcast_to(learned.bandwidth, (size,)),

@@ -21,11 +21,11 @@ from numpyro_repulsion.interactions import Coupling
 from numpyro_repulsion.kernels import warmup_programs
 from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.kernels.programs import Programs, compiler_options
-from numpyro_repulsion.kernels.warmup_programs import Judged, Warming, WindowInfo, what_is_on
+from numpyro_repulsion.kernels.warmup_programs import Judged, WarmupRun, WindowInfo, what_is_on
 from numpyro_repulsion.processes import are_several
 from numpyro_repulsion.warmup import (
     Coordinates,
-    Measured,
+    MeasuredFigures,
     Preconditioner,
     Timetable,
     WarmupDiagnosis,
@@ -73,7 +73,7 @@ class HostSampler:
     bound: BoundSampler
     plan: WarmupPlan
     programs: Programs
-    state: Warming  # at the end of the window
+    state: WarmupRun  # at the end of the window
 
     @property
     def dynamics(self):
@@ -103,18 +103,19 @@ class HostSampler:
 
     def couple(self, u, bandwidth):
         """Return the bound and the diagonal of K for particles ``(G, L, d)``; it has no operations."""
-        _, bound, diagonal, _, is_identity = self._couple(u, bandwidth)
-        return Coupling.of_figures(bound, diagonal, is_identity)
+        found = self._couple(u, bandwidth)
+        return Coupling.of_figures(found.bound, found.diagonal, found.is_identity)
 
     def steepness(self, u, bandwidth):
         """Return how fast Γ changes along a random direction."""
-        return self._couple(u, bandwidth)[3]
+        return self._couple(u, bandwidth).steepness
 
     def bandwidth_of(self, u):
         """Return the bandwidth by the rule of the interaction."""
-        return self._couple(u, self.state.warmup.bandwidth, is_new=True)[0]
+        return self._couple(u, self.state.warmup.bandwidth, is_new=True).bandwidth
 
     def best_bandwidth(self, u, rule, tolerance):
+        """Return the multiple of the rule's bandwidth that gains most."""
         return self._run(warmup_programs.best_bandwidth, tolerance, u, rule)
 
     def gradients(self, warmup):
@@ -141,40 +142,49 @@ class HostSampler:
             yield from zip(*(x[:count] for x in found), strict=True)
 
     def energy_on_common_rows(self, warmup, u):
+        """Return U at all particles on the same rows, ``(G, L)``."""
         return self._run(warmup_programs.energy_on_common_rows, None, self._coordinates(warmup), u)
 
-    def log_volume(self, warmup, u):
+    def log_volume_gained(self, warmup, u):
+        """Return how much lower U is than where all hierarchical sites are standardized, ``(G, L)``."""
         target = self.bound.target
         if not (target.location_scale or target.num_products):
             return np.zeros(u.shape[:-1], u.dtype)
-        return self._run(warmup_programs.log_volume, None, self._coordinates(warmup), u)
+        return self._run(warmup_programs.log_volume_gained, None, self._coordinates(warmup), u)
 
     def energy_to_compare(self, centering, y):
+        """Return energies of the likelihood alone, on the same rows, in coordinates of a centering."""
         where = Coordinates(Preconditioner(), centering, None, self.state.prototype)
         return self._run(warmup_programs.energy_to_compare, None, where, y)
 
-    def recover(self, warmup, u, learns):
+    def recover_and_center(self, warmup, u, learns):
         """Return the centering, if it ``learns`` with powers and bases by gradients, and particles of the model."""
-        return self._run(warmup_programs.recover, CENTERING.spread if learns else None, self._coordinates(warmup), u)
+        return self._run(
+            warmup_programs.recover_and_center, CENTERING.sd if learns else None, self._coordinates(warmup), u
+        )
 
     def to_coordinates(self, centering, found):
+        """Return recovered particles in coordinates of a centering."""
         return self._run(warmup_programs.to_coordinates, None, self._coordinates(self.state.warmup), centering, found)
 
-    def evaluate_reference(self, rng, warmup, reference, with_hessian):
+    def evaluate_reference(self, rng, warmup, reference, u, with_hessian):
+        """Return the reference at whitened positions, with U, ∇U and on request ∇²U over all rows."""
         size, seed = self.state.cloud.potential_energy.size, np.uint32(draw_seed(rng))
         reference = reference._replace(posterior_id=warmup.posterior_id)
         where = self._coordinates(warmup._replace(reference=None))
         passes = reference.hessian.units.num_probes * self.plan.num_minibatches // size if with_hessian else 0
-        rest = reference, self.state.rng_key, seed
+        rest = reference, u, self.state.rng_key, seed
         program, settings = warmup_programs.evaluate_reference, (size, with_hessian)
         return self._run(program, settings, where, *rest, num_gradients=passes)
 
     def mean_curvature(self, warmup, u):
+        """Return the mean curvature as an arrow, in diagonally whitened coordinates."""
         units = warmup.reference.hessian.units
         number = units.num_globals + units.size
         return self._run(warmup_programs.mean_curvature, None, self._coordinates(warmup), u, num_gradients=number)
 
     def settled(self, cloud, step_size, noise):
+        """Return the cloud whose memory suits a new step size."""
         if type(self.dynamics).settled is Dynamics.settled:
             return cloud
         return self._run(warmup_programs.settled, None, cloud, step_size, noise)
@@ -186,7 +196,7 @@ def _like(given: Any, new: Any) -> Any:
 
 
 def info_of(plan: WarmupPlan, timetable: Timetable, warmup: WarmupState, iteration: int) -> WindowInfo:
-    """Return what the iteration after so many others needs to know of its window."""
+    """Return the `WindowInfo` of an iteration, counted from 0."""
     noise = 0.0
     if plan.is_noisy and plan.measures:
         noise = warmup._replace(measurements=jax.device_get(warmup.measurements)).noise
@@ -200,7 +210,7 @@ def info_of(plan: WarmupPlan, timetable: Timetable, warmup: WarmupState, iterati
     )
 
 
-def warm(bound: BoundSampler, programs: Programs, options: dict[str, Any], state: Warming, number: int) -> Warming:
+def warm(bound: BoundSampler, programs: Programs, options: dict[str, Any], state: WarmupRun, number: int) -> WarmupRun:
     """Make a number of iterations of warmup, by programs with these options, and learn at the ends of windows."""
     plan = bound.plan(state.warmup.preconditioner.kind)
     done = int(state.warmup.iteration)
@@ -211,21 +221,21 @@ def warm(bound: BoundSampler, programs: Programs, options: dict[str, Any], state
         if timetable.is_beginning(done):
             state = _without_sums(state, is_arriving)
         stop = min(last, timetable.next_stop(done))
-        step = warmup_programs.approach if is_arriving else warmup_programs.travel
+        program = warmup_programs.arriving if is_arriving else warmup_programs.sampling
         info = info_of(plan, timetable, state.warmup, done)
-        state = programs(step, bound, None, state, info, np.int32(stop - done), options=options)
+        state = programs(program, bound, None, state, info, np.int32(stop - done), options=options)
         done = stop
         if timetable.is_end(done):
             state = _learn(bound, plan, programs, Window(timetable, done), state)
     return state
 
 
-def iterations_of(bound: BoundSampler, state: Warming) -> list[Callable[[Warming], Warming]]:
-    """Return the functions of the iterations of a warmup: while particles arrive, and afterwards."""
-    plan, whole = bound.plan(state.warmup.preconditioner.kind), np.int32(0)
-    info = WindowInfo(whole, whole, (whole, whole), np.False_, np.zeros((), state.warmup.step_size.dtype))
-    steps = (warmup_programs.approach, warmup_programs.travel) if plan.arrives else (warmup_programs.travel,)
-    return [partial(step, bound, None, window=info, number=1) for step in steps]
+def iterations_of(bound: BoundSampler, state: WarmupRun) -> list[Callable[[WarmupRun], WarmupRun]]:
+    """Return the functions of the iterations of a warmup, while particles arrive and afterwards, for their identity."""
+    plan, zero = bound.plan(state.warmup.preconditioner.kind), np.int32(0)
+    info = WindowInfo(zero, zero, (zero, zero), np.False_, np.zeros((), state.warmup.step_size.dtype))
+    both = (warmup_programs.arriving, warmup_programs.sampling) if plan.arrives else (warmup_programs.sampling,)
+    return [partial(program, bound, None, window=info, number=1) for program in both]
 
 
 def _without_sums(state, is_arriving):
@@ -263,13 +273,13 @@ def _put(x: jax.Array, value: np.ndarray) -> jax.Array:
     return jax.device_put(value, x.sharding) if x.committed else jax.device_put(value)
 
 
-def judge(bound: BoundSampler, plan: WarmupPlan, state: Warming) -> Judged:
+def judge(bound: BoundSampler, plan: WarmupPlan, state: WarmupRun) -> Judged:
     """Return what the host says of a warmup at its end."""
     kernel, dynamics, like = bound.kernel, bound.kernel.dynamics, state.warmup.step_size
     if isinstance(like, (jax.core.Tracer, jax.ShapeDtypeStruct)):
-        is_judged, one = plan.measures or plan.has_moves, np.zeros((), like.dtype)
-        numbers = (np.zeros(len(names._fields), like.dtype) for names in (Measured, WarmupDiagnosis))
-        return Judged(one, *(numbers if is_judged else (None, None)))
+        is_judged, zero = plan.measures or plan.has_given_moves, np.zeros((), like.dtype)
+        numbers = (np.zeros(len(names._fields), like.dtype) for names in (MeasuredFigures, WarmupDiagnosis))
+        return Judged(zero, *(numbers if is_judged else (None, None)))
     warmup = jax.device_get(state.warmup)
     known = warmup.measurements
 
@@ -281,12 +291,12 @@ def judge(bound: BoundSampler, plan: WarmupPlan, state: Warming) -> Judged:
         extreme = np.zeros((), like.dtype)
         if plan.measures:
             extreme = np.asarray(known.mean_extreme_gradient[warmup.order], like.dtype)
-        if not (plan.measures or plan.has_moves):
+        if not (plan.measures or plan.has_given_moves):
             return Judged(extreme, None, None)
         is_jumping = None if kernel.moves is None else what_is_on(bound, warmup)[1]
         is_swept = isinstance(kernel.gradient, Sweeps)
         curvature = known.high_curvature, known.largest_curvature, known.typical_steepness
         noise = warmup.noise, warmup.isotropic_noise
-        measured = Measured(*curvature, *noise, warmup.spread(dynamics), warmup.bias, warmup.mean_bias)
-        problems = diagnose_warmup(warmup, plan.rule, dynamics, is_jumping, is_swept)
+        measured = MeasuredFigures(*curvature, *noise, warmup.largest_variance(dynamics), warmup.bias, warmup.mean_bias)
+        problems = diagnose_warmup(warmup, plan.budget, dynamics, is_jumping, is_swept)
         return Judged(extreme, packed(measured), packed(problems))

@@ -1,16 +1,16 @@
 """Programs of a warmup: iterations that move the cloud, measurements that learners ask for, and its end.
 
-While particles arrive, one iteration (`approach`) makes ``num_steps`` updates of each particle by itself, of
+While particles arrive, one iteration (`arriving`) makes ``num_steps`` updates of each particle by itself, of
 Metropolis, or of noisy Adam with minibatches. If the arrival is prolonged, particles descend together, along the
 direction of SVGD.
 
-Afterwards, one iteration (`travel`)
+Afterwards, one iteration (`sampling`)
 
 1. renews each particle's own reference (``SVRG``), if its epoch is over or a measurement is near,
 2. makes a jump, if there are jumps, and the updates of the sampler (``iteration.py``), with what is learned so far,
-3. sets the bandwidth by its rule while scales are adapted, and then adds to the sums of the symptoms.
+3. sets the bandwidth by its rule while scales are adapted; afterwards it adds to the sums of the symptoms instead.
 
-Both add to the moments of the window and to what the moves record, and count the iteration. ``warmup_host.py`` calls
+Both add to the moments of the window and to what the moves record, and count the mover. ``warmup_host.py`` calls
 these programs, window by window.
 """
 
@@ -36,7 +36,7 @@ from numpyro_repulsion.gradients import (
     ravel_cloud,
 )
 from numpyro_repulsion.kernels.bound import BoundSampler
-from numpyro_repulsion.kernels.iteration import Iteration, coordinate_limit, length_limit, warmup_limit
+from numpyro_repulsion.kernels.iteration import CloudMover, coordinate_limit, length_limit, warmup_limit
 from numpyro_repulsion.kernels.state import Origin, ParticleState, map_particles
 from numpyro_repulsion.layout import place_everywhere
 from numpyro_repulsion.rounding import AnyArray
@@ -46,8 +46,8 @@ from numpyro_repulsion.warmup.arrival import arrive
 from numpyro_repulsion.warmup.bandwidth import best_bandwidth as _best_bandwidth, measure_steepness
 
 
-class Warming(NamedTuple):
-    """The state of a warmup."""
+class WarmupRun(NamedTuple):
+    """A warmup under way: the cloud, its keys, and what is learned so far. At its end it becomes a `ParticleState`."""
 
     cloud: Cloud  # the particles in whitened coordinates, ``(G, L, d)``
     warmup: WarmupState  # what is learned so far
@@ -58,19 +58,19 @@ class Warming(NamedTuple):
 
 
 class WindowInfo(NamedTuple):
-    """What an iteration needs to know of its window."""
+    """What an iteration needs to know of its window; arrays, so that one program serves all windows."""
 
     ends: Integer[AnyArray, ""]  # after so many iterations
     arrived: Integer[AnyArray, ""]  # after how many iterations particles have arrived
     half: tuple[Integer[AnyArray, ""], Integer[AnyArray, ""]]  # where the present half of the arrival begins and ends
     is_adapting: Bool[AnyArray, ""]  # whether scales are still adapted
-    noise: Float[AnyArray, ""]  # the variance of the gradient noise, as measured
+    noise: Float[AnyArray, ""]  # the variance of the gradient noise in any direction, as last measured
 
 
-class WarmupIteration(Iteration):
+class WarmupMover(CloudMover):
     """A bound sampler in its warmup."""
 
-    def approach(self, state: Warming, window: WindowInfo) -> Warming:
+    def arrival_iteration(self, state: WarmupRun, window: WindowInfo) -> WarmupRun:
         """Make one iteration in which particles arrive."""
         cloud, warmup = state.cloud, state.warmup
         keys = random.split(state.rng_key, 1 + self.num_steps)
@@ -78,7 +78,7 @@ class WarmupIteration(Iteration):
         share_done = (warmup.iteration - begins) / jnp.maximum(ends - begins, 1)
 
         def update(carry, key):
-            return self._approach(key, share_done, carry, warmup), None
+            return self._arrival_update(key, share_done, carry, warmup), None
 
         (position, arrival), _ = lax.scan(update, (cloud[:3], warmup.arrival), keys[1:])
         cloud = Cloud(*position, cloud.memory)
@@ -87,10 +87,11 @@ class WarmupIteration(Iteration):
             arrival = arrival._replace(surroundings=seen)
         return self._counted(state._replace(rng_key=keys[0]), window, cloud, warmup._replace(arrival=arrival))
 
-    def travel(self, state: Warming, window: WindowInfo) -> Warming:
+    def sampler_iteration(self, state: WarmupRun, window: WindowInfo) -> WarmupRun:
         """Make one iteration of the sampler."""
         warmup = self._with_window_references(window, state.cloud, state.warmup)
-        learned = self.learned(warmup, window.noise)
+        learned = self.for_updates(warmup, warmup_limit(window.noise))
+        # A key is split for jumps even where there are none, so that switching them on changes no other key.
         rng_key, progress, learned = self.move(state.rng_key, state.cloud, learned, state.num_updates, True)
         cloud, bandwidth, symptoms = progress.cloud, warmup.bandwidth, warmup.symptoms
         warmup = warmup._replace(jumps=learned.jumps, reference=learned.reference)
@@ -119,28 +120,26 @@ class WarmupIteration(Iteration):
             num_updates=state.num_updates + self.num_steps,
         )
 
-    def learned(self, warmup: WarmupState, noise: Any, is_warmup: bool = True) -> Learned:
+    def for_updates(self, warmup: WarmupState, limit: jax.Array | None) -> Learned:
         """Return what is learned so far, for updates of the sampler.
 
-        :param noise: the variance of the gradient noise in warmup, and its extremes afterwards; ``None`` if unknown.
+        :param limit: from where on coordinates of noisy gradients are clipped; ``None`` if nothing is clipped.
         """
-        limit = None
-        if self.plan.kind is not None and self.plan.measures and noise is not None:
-            if self.plan.is_noisy:
-                limit = warmup_limit(noise) if is_warmup else coordinate_limit(noise)
-            else:
-                # Whitened positions and gradients have equal variances: 1 for a Gaussian, far more if modes lie apart.
-                limit = length_limit(jnp.fmax(warmup.moments.variances(), 1.0))
+        if self.plan.kind is None or not self.plan.measures:
+            limit = None
+        elif limit is not None and not self.plan.is_noisy:
+            # Whitened positions and gradients have equal variances: 1 for a Gaussian, far more if modes lie apart.
+            limit = length_limit(jnp.fmax(warmup.moments.variances(), 1.0))
         now = warmup
         return Learned(now.preconditioner, now.centering, now.step_size, now.bandwidth, limit, now.reference, now.jumps)
 
-    def _approach(self, key, share_done, carry, warmup):
+    def _arrival_update(self, key, share_done, carry, warmup):
         """Make one update of arriving particles, each by itself unless their arrival is prolonged."""
         position, arrival = carry
         move_key, gradient_key = self.noise_and_gradient_keys(key)
         # References are found when particles have arrived.
         warmup = warmup._replace(reference=None)
-        if arrival.is_prolonged is None:
+        if not self.plan.can_prolong:
             # Until particles have arrived, they are in the coordinates of the model, whose gradient compiles faster.
             warmup = warmup._replace(centering=None)
         evaluate = self.energy_and_grad(warmup)
@@ -152,7 +151,7 @@ class WarmupIteration(Iteration):
             position, steps = arrive(move_key, position, arrival.step_size, energy_and_grad)
             return position, arrival._replace(step_size=steps)
         u, _, slope = position
-        if arrival.is_prolonged is not None:
+        if self.plan.can_prolong:
             slope = lax.cond(arrival.is_prolonged, svgd_direction, lambda u, gradient: gradient, u, slope)
         rate, temperature = arrival.step_size, arrival.temperature
         position, adam, rates = descend(
@@ -174,14 +173,15 @@ class WarmupIteration(Iteration):
 
 
 def _at(bound, where, prototype=None, row_seed=None, posterior_id=None):
-    """Return the iteration at what warmup has learned; for measurements, without a seed and an identity."""
+    """Return what moves a cloud by what warmup has learned; for measurements, without a seed and an identity."""
     bound = bound.behind_barrier()
     plan = bound.plan(where.preconditioner.kind)
     _, unravel = ravel_cloud(where.prototype if prototype is None else prototype)
-    return WarmupIteration(bound, plan, unravel, row_seed, posterior_id, bound.kernel.schedule)
+    return WarmupMover(bound, plan, unravel, row_seed, posterior_id, bound.kernel.schedule)
 
 
-def _iteration(bound, state):
+def _mover(bound, state):
+    # The identity of a reference that was never evaluated is 0, so that of the data is not.
     known = state.warmup.posterior_id
     known = None if known is None else jnp.maximum(known, 1)
     return _at(bound, state.warmup, state.prototype, state.row_seed, known)
@@ -189,19 +189,19 @@ def _iteration(bound, state):
 
 def _iterate(bound, step, state, number):
     state = place_everywhere(state)
-    iteration = _iteration(bound, state)
-    cloud = iteration.layout(state.cloud.z).place(state.cloud)
-    return lax.fori_loop(0, number, lambda _, state: step(iteration, state), state._replace(cloud=cloud))
+    mover = _mover(bound, state)
+    cloud = mover.layout(state.cloud.z).place(state.cloud)
+    return lax.fori_loop(0, number, lambda _, state: step(mover, state), state._replace(cloud=cloud))
 
 
-def approach(bound: BoundSampler, _: None, state: Warming, window: WindowInfo, number: jax.Array | int) -> Warming:
+def arriving(bound: BoundSampler, _: None, state: WarmupRun, window: WindowInfo, number: jax.Array | int) -> WarmupRun:
     """Make a number of iterations in which particles arrive."""
-    return _iterate(bound, lambda iteration, state: iteration.approach(state, window), state, number)
+    return _iterate(bound, lambda mover, state: mover.arrival_iteration(state, window), state, number)
 
 
-def travel(bound: BoundSampler, _: None, state: Warming, window: WindowInfo, number: jax.Array | int) -> Warming:
+def sampling(bound: BoundSampler, _: None, state: WarmupRun, window: WindowInfo, number: jax.Array | int) -> WarmupRun:
     """Make a number of iterations of the sampler, within one window."""
-    return _iterate(bound, lambda iteration, state: iteration.travel(state, window), state, number)
+    return _iterate(bound, lambda mover, state: mover.sampler_iteration(state, window), state, number)
 
 
 def gradients(bound: BoundSampler, _: None, where: Coordinates, key, seeds, points, orders, count) -> Any:
@@ -219,45 +219,45 @@ def gradients(bound: BoundSampler, _: None, where: Coordinates, key, seeds, poin
 
 def energy_on_common_rows(bound: BoundSampler, _: None, where: Coordinates, u) -> Any:
     """Return U at all particles on the same rows, with the same randomness, ``(G, L)``."""
-    iteration = _at(bound, where)
-    target, unravel = iteration.target(where), iteration.unravel
+    mover = _at(bound, where)
+    target, unravel = mover.target(where), mover.unravel
     one = jnp.vectorize(lambda z: fingerprint(target, unravel, z), signature="(d)->()")
     return one(where.preconditioner.to_positions(u))
 
 
-def log_volume(bound: BoundSampler, _: None, where: Coordinates, u) -> Any:
-    """Return the logarithm of the volume in these coordinates, ``(G, L)``, of one where all hierarchical sites are
-    standardized, by which U there is lower."""
-    iteration, target = _at(bound, where), bound.target
+def log_volume_gained(bound: BoundSampler, _: None, where: Coordinates, u) -> Any:
+    """Return by how much the logarithm of the volume is larger, and U lower, in these coordinates than where all
+    hierarchical sites are standardized, ``(G, L)``."""
+    mover, target = _at(bound, where), bound.target
     own = Centering.none(target, u.shape[-1], u.dtype) if where.centering is None else where.centering
-    found = iteration.recover(where._replace(centering=own), u)
+    found = mover.recover(where._replace(centering=own), u)
     standardized = own._replace(share=jnp.zeros_like(own.share))
-    return iteration.centered(standardized).log_volume(found) - iteration.centered(own).log_volume(found)
+    return mover.centered(standardized).log_volume(found) - mover.centered(own).log_volume(found)
 
 
 def energy_to_compare(bound: BoundSampler, _: None, where: Coordinates, y) -> Any:
     """Return energies of the likelihood alone, on the same rows for all, of particles in these coordinates."""
-    iteration = _at(bound, where)
-    particles = jax.vmap(iteration.unravel)(y.reshape(-1, y.shape[-1]))
-    energies = likelihood_energies(iteration.target(where), particles)
+    mover = _at(bound, where)
+    particles = jax.vmap(mover.unravel)(y.reshape(-1, y.shape[-1]))
+    energies = likelihood_energies(mover.target(where), particles)
     return energies.reshape(y.shape[:-1]).astype(y.dtype)
 
 
 def evaluate_reference(
-    bound: BoundSampler, settings: tuple[int, bool], where: Coordinates, reference: Reference, key, seed
+    bound: BoundSampler, settings: tuple[int, bool], where: Coordinates, reference: Reference, u, key, seed
 ) -> Any:
-    """Return the reference at its position, in whitened coordinates, with U and ∇U over all rows."""
-    iteration, key = _at(bound, where), random.fold_in(key, seed)
-    moved = reference._replace(position=iteration.recover(where, reference.position).z)
-    return iteration.evaluate_reference(key, moved, *settings)
+    """Return the reference at whitened positions, with U and ∇U over all rows."""
+    mover, key = _at(bound, where), random.fold_in(key, seed)
+    moved = reference._replace(position=mover.recover(where, u).z)
+    return mover.evaluate_reference(key, moved, *settings)
 
 
 def mean_curvature(bound: BoundSampler, _: None, where: Coordinates, u) -> Arrow:
     """Return the curvature in diagonally whitened coordinates: the mean over the particles of that of the prior, and
     that of the likelihood over all rows at the reference."""
-    iteration = _at(bound, where)
+    mover = _at(bound, where)
     reference: Any = where.reference
-    target, unravel, change = iteration.target(where), iteration.unravel, where.preconditioner
+    target, unravel, change = mover.target(where), mover.unravel, where.preconditioner
     units, u = reference.hessian.units, u.reshape(-1, u.shape[-1])
 
     def prior(z):
@@ -288,13 +288,13 @@ def mean_curvature(bound: BoundSampler, _: None, where: Coordinates, u) -> Arrow
     return found if is_centered else jax.tree.map(jnp.add, found, reference.hessian.scaled(change.scale))
 
 
-def recover(bound: BoundSampler, min_spread: float | None, where: Coordinates, u) -> Any:
+def recover_and_center(bound: BoundSampler, smallest_sd: float | None, where: Coordinates, u) -> Any:
     """Return the centering, on request with estimated powers and bases, and particles in those of the model."""
-    iteration, centering = _at(bound, where), where.centering
-    found = iteration.recover(where, u)
-    if min_spread is not None and centering is not None:
+    mover, centering = _at(bound, where), where.centering
+    found = mover.recover(where, u)
+    if smallest_sd is not None and centering is not None:
         flat = jax.tree.map(lambda x: x.reshape(-1, u.shape[-1]), found)
-        centering, flat = iteration.centered(centering).structure_at(flat, min_spread)
+        centering, flat = mover.centered(centering).structure_at(flat, smallest_sd)
         found = jax.tree.map(lambda x: x.reshape(u.shape), flat)
     return centering, found
 
@@ -303,15 +303,24 @@ def to_coordinates(bound: BoundSampler, _: None, where: Coordinates, centering: 
     return _at(bound, where).centered(centering).to_coordinates(found)
 
 
-def couple(bound: BoundSampler, _: None, u, bandwidth, is_new, key, seed) -> Any:
-    """Return the bandwidth, by the rule if it is new, and the bound and the diagonal of K, how steep Γ is along the
-    random directions of a seed, and whether K is the identity."""
+class Coupled(NamedTuple):
+    """Figures of K and Γ for a cloud, as in `Coupling`."""
+
+    bandwidth: Float[AnyArray, ""]
+    bound: Float[AnyArray, ""]
+    diagonal: AnyArray
+    steepness: Float[AnyArray, ""]  # how fast Γ changes along random directions
+    is_identity: bool
+
+
+def couple(bound: BoundSampler, _: None, u, bandwidth, is_new, key, seed) -> Coupled:
+    """Return the figures with a bandwidth, or if it is new with that of the rule, along the directions of a seed."""
     interaction = bound.kernel.interaction
     if interaction.learns_bandwidth:
         bandwidth = lax.cond(is_new, interaction.learn_bandwidth, lambda _: bandwidth, u)
     coupling = interaction.couple(u, bandwidth)
     steepness = measure_steepness(random.fold_in(key, seed), interaction, u, bandwidth)
-    return bandwidth, coupling.bound, coupling.diagonal, steepness, coupling.is_identity
+    return Coupled(bandwidth, coupling.bound, coupling.diagonal, steepness, coupling.is_identity)
 
 
 def best_bandwidth(bound: BoundSampler, tolerance: float, u, rule) -> Any:
@@ -322,7 +331,7 @@ def settled(bound: BoundSampler, _: None, cloud: Cloud, step_size, noise) -> Any
     return bound.kernel.dynamics.settled(cloud, step_size, noise)
 
 
-def relabeled(state: Warming, posterior_id: np.ndarray | None) -> Warming:
+def relabeled(state: WarmupRun, posterior_id: np.ndarray | None) -> WarmupRun:
     """Return the state of a warmup of the same run whose data and model have another identity, as by another JAX."""
     warmup, reference = state.warmup, state.warmup.reference
     if posterior_id is None or warmup.posterior_id is None:
@@ -352,15 +361,16 @@ class Judged(NamedTuple):
     """What the host says of a warmup at its end."""
 
     extreme_gradient: Float[AnyArray, ""]  # as in `Measurements`
-    measured: Float[AnyArray, " _"] | None  # the entries of `Measured`
-    diagnosis: Float[AnyArray, " _"] | None  # those of `WarmupDiagnosis`
+    packed_figures: Float[AnyArray, " _"] | None  # as in `Learned`
+    packed_diagnosis: Float[AnyArray, " _"] | None
 
 
-def freeze(bound: BoundSampler, how: Frozen, state: Warming, judged: Judged | None) -> ParticleState:
+def freeze(bound: BoundSampler, how: Frozen, state: WarmupRun, judged: Judged | None) -> ParticleState:
     """Return the state from which draws are made, with all that warmup learned, if there was one."""
-    iteration, warmup, (order, has_jumps) = _iteration(bound, state), state.warmup, how.on
-    extremes, measured, diagnosis = judged or (None, None, None)
-    learned, reference = iteration.learned(warmup, extremes, is_warmup=False), warmup.reference
+    mover, warmup, (order, has_jumps) = _mover(bound, state), state.warmup, how.on
+    extreme_gradient, figures, diagnosis = judged or (None, None, None)
+    limit = None if extreme_gradient is None else coordinate_limit(extreme_gradient)
+    learned, reference = mover.for_updates(warmup, limit), warmup.reference
     if reference is not None:
         hessian = reference.hessian if order == 2 else None
         reference = reference._replace(order=None, hessian=hessian) if order else None
@@ -369,17 +379,17 @@ def freeze(bound: BoundSampler, how: Frozen, state: Warming, judged: Judged | No
     learned = learned._replace(
         reference=reference,
         jumps=learned.jumps if has_jumps else None,
-        measured=measured,
-        diagnosis=diagnosis,
+        packed_figures=figures,
+        packed_diagnosis=diagnosis,
         posterior_id=warmup.posterior_id,
         data_fingerprint=None if start is None else jnp.append(*start),
     )
     cloud = place_everywhere(state.cloud)
     found = ParticleState.of(
-        iteration,
+        mover,
         cloud,
         learned,
-        iteration.step_size(learned, jnp.maximum(state.num_updates - 1, 0)),
+        mover.step_size(learned, jnp.maximum(state.num_updates - 1, 0)),
         jnp.zeros(cloud.potential_energy.shape, int),
         state.rng_key,
         state.row_seed,

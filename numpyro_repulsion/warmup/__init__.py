@@ -12,7 +12,7 @@ update_symptoms      learned.py     its sums                                 sym
 update_arrival       arrival.py     energies, gradients                      arrival; positions of lost particles
 update_centering     scales.py      curvature of hierarchical sites          centering, scales; the cloud in the new
                                                                               coordinates
-update_reference     step_size.py   moments of the scales, or positions      reference
+update_reference     step_size.py   mean of the window, or positions         reference
 update_scales        scales.py      positions, gradients; or curvature and   scales; the cloud in the new coordinates
                                     noise (curvature.py)
 update_bandwidth     bandwidth.py   positions, bias of the step              bandwidth
@@ -27,7 +27,7 @@ update_prolongation  arrival.py     the noise with and without control       arr
 """
 
 from numpyro_repulsion.warmup.curvature import Measurements
-from numpyro_repulsion.warmup.learned import Coordinates, Learned, Measured, WarmupDiagnosis
+from numpyro_repulsion.warmup.learned import Coordinates, Learned, MeasuredFigures, WarmupDiagnosis
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
 from numpyro_repulsion.warmup.state import ArrivalState, WarmupPlan, WarmupState
 from numpyro_repulsion.warmup.windows import Timetable, Window
@@ -36,7 +36,7 @@ __all__ = [
     "ArrivalState",
     "Coordinates",
     "Learned",
-    "Measured",
+    "MeasuredFigures",
     "Measurements",
     "Moments",
     "Preconditioner",

@@ -19,12 +19,12 @@ from numpyro_repulsion.rounding import AnyArray, xp
 
 @dataclass(frozen=True)
 class AdamConstants:
-    """What the descent and the search for lost particles chose by measurement."""
+    """Constants of the descent and the search for lost particles, chosen by measurement."""
 
     #: Decay rates of the means of gradients and of their squares, which forget those at the starts within the arrival.
     decays: tuple[float, float] = (0.9, 0.995)
-    #: The smallest and largest rate, in units of the spread of the starts. Each particle has its own, so that the
-    #: fastest that do not overshoot lead, and the others are moved to them.
+    #: The smallest and largest rate, in units of the standard deviations of the starts. Each particle has its own, so
+    #: that the fastest that do not overshoot lead, and the others are moved to them.
     rates: tuple[float, float] = (0.01, 0.1)
     #: The rate of all particles if the arrival is prolonged, because those that share gradients must keep pace.
     late_rate: float = 0.07
@@ -97,7 +97,7 @@ class Adam(NamedTuple):
     sign: Float[AnyArray, "*particles d"]  # the mean of the signs of gradients, over as many as that of the squares
     square: Float[AnyArray, "*particles d"]  # the mean of their squares
     growth: Float[AnyArray, "*particles d"]  # log of the factor by which the step of a far coordinate has grown
-    unit: Float[AnyArray, " d"]  # the spread of the starts
+    unit: Float[AnyArray, " d"]  # the standard deviations of the starts
 
     @staticmethod
     def start(
@@ -108,9 +108,10 @@ class Adam(NamedTuple):
         :param unit: the unit of coordinates in which starts do not differ, as for a single particle.
         """
         flat = u.reshape(-1, u.shape[-1])
-        spread = xp.median(xp.abs(flat - xp.median(flat, axis=0)), axis=0) / 0.6745
+        # The median absolute deviation of a normal distribution is 0.6745 sds.
+        sds = xp.median(xp.abs(flat - xp.median(flat, axis=0)), axis=0) / 0.6745
         nothing = xp.zeros_like(u)
-        unit = xp.where(spread > 0, spread, unit)
+        unit = xp.where(sds > 0, sds, unit)
         return Adam(np.zeros((), np.int32), nothing, nothing, nothing, nothing, unit.astype(u.dtype))
 
 
@@ -157,7 +158,7 @@ def descend(
     position is not finite stays, with half its rate.
 
     :param slope: what the particles descend, ``(G, L, d)``: ∇U or :func:`svgd_direction`.
-    :param rate: η at the start, in units of the spread of the starts, ``(G, L)``.
+    :param rate: η at the start, in units of the standard deviations of the starts, ``(G, L)``.
     :param share_done: the share of the arrival that is done, in [0, 1].
     :param temperature: the factor of the variance of the noise.
     """

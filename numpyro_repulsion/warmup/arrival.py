@@ -27,7 +27,7 @@ Tree = TypeVar("Tree")
 
 @dataclass(frozen=True)
 class ArrivalConstants:
-    """What the arrival chose by measurement."""
+    """Constants of the arrival, chosen by measurement."""
 
     #: The acceptance to which each step adapts, and the change of its log for each unit of acceptance.
     acceptance: float = 0.6
@@ -43,7 +43,7 @@ class ArrivalConstants:
 
 @dataclass(frozen=True)
 class ProlongationConstants:
-    """What the prolongation of the arrival chose by measurement."""
+    """Constants of the prolongation of the arrival, chosen by measurement."""
 
     #: The share of the variance of minibatch gradients that control variates leave where particles have to arrive yet.
     stays_noisy: float = 0.5
@@ -107,8 +107,8 @@ def left_behind(energy: np.ndarray, dimension: int, noise: float = 0.0, in_basin
     return ~(energy <= middle + limit)
 
 
-def rescue(rng: Generator, particles: Tree, lost: np.ndarray) -> Tree:
-    """Move each lost particle to the position of a random other one, with all that belongs to it.
+def replace_lost(rng: Generator, particles: Tree, lost: np.ndarray) -> Tree:
+    """Put each lost particle in the place of a random other one, with all that belongs to it; or measure there instead.
 
     :param particles: a pytree of arrays ``(G, L, ...)``.
     :param lost: ``(G, L)``; if all are lost, none moves.
@@ -121,24 +121,26 @@ def rescue(rng: Generator, particles: Tree, lost: np.ndarray) -> Tree:
 
 
 def update_arrival(rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> Found:
-    """Move lost particles to others."""
+    """Move lost particles to others; halfway through the arrival, remember positions; limit Metropolis steps."""
     plan, arrival = sampler.plan, warmup.arrival
     if not plan.arrives:
         return warmup, cloud
     if window.is_at(FIRST_WHITENED) and arrival.halfway is not None and not window.is_prolonged:
         positions = warmup.preconditioner.to_positions(cloud.z)
         if warmup.centering is not None:
-            positions = sampler.recover(warmup, cloud.z, learns=False)[1].z
+            positions = sampler.recover_and_center(warmup, cloud.z, learns=False)[1].z
         arrival = arrival._replace(halfway=positions)
     # After the arrival, particles can be recognized as lost only if the gradient noise has been measured.
     if window.finds_lost and (window.was_arrival or (plan.is_noisy and plan.measures)):
         lost = _lost(warmup, cloud, sampler)
-        # From the end of the arrival on, lost particles stay where they are, and measurements leave them out.
+        # At the end of the arrival they stay, and measurements leave them out. Later windows look again, and move them,
+        # only if gradients are noisy.
         if window.may_rescue:
             arrival, cloud = _rescued(rng, window, arrival, cloud, lost)
         arrival = arrival._replace(lost=lost & (not window.may_rescue))
     if arrival.adam is None and plan.kind is not None:
-        # In the scales just learned, variances are about 1, and no step of Metropolis should be longer.
+        # In the scales just learned, variances are about 1, and no Metropolis step should be longer. A particle that is
+        # stuck recovers from e^-12 within a window.
         arrival = arrival._replace(step_size=np.clip(arrival.step_size, math.exp(-12.0), 1.0))
     return warmup._replace(arrival=arrival), cloud
 
@@ -154,7 +156,7 @@ def _lost(warmup, cloud, sampler):
     energy = cloud.potential_energy if is_corrected else sampler.energy_on_common_rows(warmup, cloud.z)
     # Where the scale of a thousand effects is by a factor e smaller, U is a thousand nats lower, and so is the log of
     # the volume: all others would move to the particles in the neck.
-    energy = energy - sampler.log_volume(warmup, cloud.z)
+    energy = energy - sampler.log_volume_gained(warmup, cloud.z)
     return left_behind(energy, cloud.z.shape[-1], warmup.noise, bool(arrival.is_prolonged))
 
 
@@ -163,7 +165,7 @@ def _rescued(rng, window, arrival, cloud, lost):
     # The count and the unit of Adam belong to all particles.
     adam = arrival.adam
     momenta = () if adam is None else adam[1:5]
-    moved, steps, momenta = rescue(rng, (cloud, arrival.step_size, momenta), lost)
+    moved, steps, momenta = replace_lost(rng, (cloud, arrival.step_size, momenta), lost)
     if adam is not None:
         adam = type(adam)(adam.number, *momenta, adam.unit)
     if not window.was_arrival and moved is not cloud:
@@ -195,7 +197,7 @@ def update_prolongation(rng: Generator, window: Window, warmup: WarmupState, clo
     gradients predict better than as many alone, most of all in networks with many rows.
     """
     arrival = warmup.arrival
-    if arrival.spread is None or arrival.halfway is None or window.is_prolonged or not window.is_at(ARRIVED):
+    if arrival.start_sds is None or arrival.halfway is None or window.is_prolonged or not window.is_at(ARRIVED):
         return warmup, cloud
     # The coordinates of the model.
     centering = warmup.centering
@@ -203,10 +205,10 @@ def update_prolongation(rng: Generator, window: Window, warmup: WarmupState, clo
     plainly = warmup._replace(preconditioner=Preconditioner(), centering=undone)
     if not _differ(warmup, plainly, cloud, sampler):
         return warmup, cloud
-    y, unit, recentered = arrival.halfway, arrival.spread, centering
+    y, unit, recentered = arrival.halfway, arrival.start_sds, centering
     if centering is not None:
         recentered = centering._replace(share=np.zeros_like(centering.share))
-        _, found = sampler.recover(plainly, y, learns=False)
+        _, found = sampler.recover_and_center(plainly, y, learns=False)
         y = sampler.to_coordinates(recentered, found)
         # Standardized sites have a prior of unit scale.
         unit = np.where(((found.scale != 1.0) | (found.location != 0.0)).any((0, 1)), 1.0, unit)

@@ -122,7 +122,7 @@ def update_bandwidth(rng: Generator, window: Window, warmup: WarmupState, cloud:
         return warmup, cloud
     bandwidth = rule = sampler.bandwidth_of(cloud.z)
     if plan.tunes_bandwidth and window.num_settled > 0:
-        tolerance = (plan.rule or BiasBudget()).tolerance_for(False)
+        tolerance = (plan.budget or BiasBudget()).tolerance_for(False)
         # If a short run raised the step beyond the bias budget, stability limits the step; a wide K would shorten it.
         best = rule if warmup.is_raised else sampler.best_bandwidth(cloud.z, rule, tolerance)
         # A geometric mean, because one cloud of twenty determines its best only within a factor of about two.

@@ -23,15 +23,15 @@ NUM_ORDERS = 3
 
 @dataclass(frozen=True)
 class CurvatureConstants:
-    """What measurements of curvature and noise chose."""
+    """Constants of the measurements of curvature and noise."""
 
     #: Half the distance over which gradients are compared, in units of the scales.
     width: float = 0.2
     #: Products with random signs that give a diagonal, and iterations that give a largest eigenvalue.
     probes: int = 20
     iterations: int = 8
-    #: What the typical curvature and gradient exceed: this share of the particles.
-    share: float = 0.9
+    #: The quantile over the particles that is their high curvature, or extreme gradient.
+    quantile: float = 0.9
     #: Clouds of more numbers than this are large: of each group, the noise is measured on this many particles at most,
     #: and on fewer that have that many numbers, because the gradients of all power iterations are kept.
     large: int = 1_000_000
@@ -83,7 +83,7 @@ class Measurements(NamedTuple):
     def high_curvature(self) -> float:
         """The curvature that one particle in ten exceeds; 0 if unknown."""
         known = self.curvature[self.curvature >= 0]
-        return np.quantile(known, CURVATURE.share) if known.size else known.sum()
+        return np.quantile(known, CURVATURE.quantile) if known.size else known.sum()
 
     @property
     def largest_curvature(self) -> float:
@@ -114,7 +114,7 @@ class Measurements(NamedTuple):
 def summarize_curvature(
     measurements: Measurements,
     noise: tuple[float, float],
-    spread: float,
+    largest_variance: float,
     coupling: Coupling,
     dynamics: Dynamics,
     shared: bool,
@@ -123,7 +123,7 @@ def summarize_curvature(
     """Return the statistics that bound the step size.
 
     :param noise: the largest variance of the gradient in use, in any direction, and the mean over all directions.
-    :param spread: the largest variance of the positions in any direction, in units of the temperature.
+    :param largest_variance: that of the positions in any direction, in units of the temperature.
     :param shared: whether the particles of a group share their minibatch.
     :param sweep: the number of minibatches that pass through all rows; ``None`` if minibatches are independent.
     """
@@ -133,7 +133,7 @@ def summarize_curvature(
         x * (coupling.bound / np.mean(coupling.diagonal) if shared else 1.0) / temperature for x in noise
     )
     # The mean curvature in a direction is at least 1 / variance, even if the measurements missed it.
-    curvature = np.maximum(measurements.high_curvature, 1.0 / spread)
+    curvature = np.maximum(measurements.high_curvature, 1.0 / largest_variance)
     largest = np.maximum(measurements.largest_curvature, curvature)
     steepness = temperature * measurements.typical_steepness
     return CurvatureStats(curvature, largest, largest_noise, steepness, sweep, isotropic_noise)
@@ -325,7 +325,7 @@ def _variances(rng, gradients, mixes):
             direction = _widest(rng, deviations[half, :, side].reshape(-1, dimension))
             along = matmul(deviations[other_half, :, other_side].reshape(-1, dimension), direction)
             largest += np.square(along).sum() / rows
-    extreme = np.quantile(np.abs(known).max(-1), CURVATURE.share)
+    extreme = np.quantile(np.abs(known).max(-1), CURVATURE.quantile)
     return largest, np.square(deviations).sum() / (rows * dimension), extreme
 
 

@@ -186,13 +186,13 @@ class WarmupDiagnosis(NamedTuple):
         return found
 
 
-class Measured(NamedTuple):
+class MeasuredFigures(NamedTuple):
     """What warmup measured since the scales last changed; scalars.
 
     - **high_curvature**, **largest_curvature** - the curvature that one particle in ten exceeds, and the largest.
     - **typical_steepness** - how fast Γ changes.
     - **noise**, **isotropic_noise** - the variance of the gradient in use: the largest in any direction, and the mean.
-    - **spread** - the largest variance of the positions in any direction, in units of the temperature.
+    - **largest_variance** - that of the positions in any direction, in units of the temperature.
     - **bias**, **mean_bias** - the relative inflation of variances that the step is expected to cause, at most and as
       the mean over directions; negative if unknown.
     """
@@ -202,7 +202,7 @@ class Measured(NamedTuple):
     typical_steepness: float
     noise: float
     isotropic_noise: float
-    spread: float
+    largest_variance: float
     bias: float
     mean_bias: float
 
@@ -230,9 +230,9 @@ class Learned(NamedTuple):
       if their usual size is unknown.
     - **reference** - the reference points of control variates.
     - **jumps** - the state of the kernel's ``moves``, or of jumps that switched themselves on.
-    - **measured** - the entries of :class:`Measured`, as one array, because each leaf of a state costs time in every
-      iteration; ``None`` if nothing was measured.
-    - **diagnosis** - likewise those of :class:`~numpyro_repulsion.warmup.WarmupDiagnosis`, negative where unknown.
+    - **packed_figures** - the entries of :class:`MeasuredFigures` as one array, because each leaf of a state costs time
+      in every iteration; ``None`` if nothing was measured.
+    - **packed_diagnosis** - likewise those of :class:`WarmupDiagnosis`, negative where unknown.
     - **posterior_id** - the identity of the data and the model, four words; zeros where it is unknown.
     - **data_fingerprint** - a start of the warmup, flat and unconstrained, followed by U there on a few rows,
       ``(d + 1,)``, which tells whether a run on data with another identity has other data; ``None`` without a warmup.
@@ -245,22 +245,22 @@ class Learned(NamedTuple):
     gradient_limit: Float[AnyArray, ""] | None = None
     reference: Reference | None = None
     jumps: JumpsState | None = None
-    measured: Float[AnyArray, " _"] | None = None
-    diagnosis: Float[AnyArray, " _"] | None = None
+    packed_figures: Float[AnyArray, " _"] | None = None
+    packed_diagnosis: Float[AnyArray, " _"] | None = None
     posterior_id: Integer[AnyArray, 4] | None = None
     data_fingerprint: Float[AnyArray, " d"] | None = None
 
     @property
-    def measurements(self) -> Measured | None:
+    def figures(self) -> MeasuredFigures | None:
         """What warmup measured, or ``None``."""
-        return None if self.measured is None else Measured(*self.measured)
+        return None if self.packed_figures is None else MeasuredFigures(*self.packed_figures)
 
     @property
-    def problems(self) -> WarmupDiagnosis | None:
+    def diagnosis(self) -> WarmupDiagnosis | None:
         """The diagnosis at the end of warmup, on the host; or ``None``."""
-        if self.diagnosis is None:
+        if self.packed_diagnosis is None:
             return None
-        numbers = np.asarray(self.diagnosis, float)
+        numbers = np.asarray(self.packed_diagnosis, float)
         return WarmupDiagnosis(*np.where(numbers < 0, np.nan, numbers))
 
 
@@ -275,15 +275,15 @@ def update_symptoms(rng: Generator, window: Window, warmup: WarmupState, cloud: 
 
 def diagnose_warmup(
     warmup: WarmupState,
-    rule: BiasBudget | None,
+    budget: BiasBudget | None,
     dynamics: Dynamics,
     is_jumping: bool | None = None,
     is_swept: bool = False,
 ) -> WarmupDiagnosis:
     """Diagnose the run at the end of warmup.
 
-    :param rule: how the step size was measured; with a given step (``None``), only control variates and jumps are
-        diagnosed.
+    :param budget: by which the step size was measured; with a given step (``None``), only control variates and jumps
+        are diagnosed.
     :param is_jumping: whether jumps by ``moves`` are in use; ``None`` without ``moves``.
     :param is_swept: whether the gradient passes through all rows in turn, which reduces noise without references.
     """
@@ -295,16 +295,16 @@ def diagnose_warmup(
         thermostat_helps=not is_swept and dynamics.is_sampler and not dynamics.absorbs_noise,
     )
     symptoms = warmup.symptoms
-    if rule is None or symptoms is None:
+    if budget is None or symptoms is None:
         return found
     curvature, widest = warmup.measurements.high_curvature, symptoms.widest
     is_sampler, is_dense = dynamics.is_sampler, warmup.moments.position_scatter.ndim == 2
     # If particles jump, the updates need not cross the spread over all modes.
     has_no_moves = is_jumping is None
     travels = is_sampler and has_no_moves
-    spread = warmup.spread(dynamics)
+    variance = warmup.largest_variance(dynamics)
     # With diagonal scales, some direction may vary more than any coordinate.
-    share = spread / np.maximum(widest.variance / (dynamics.temperature or 1.0), spread)
+    share = variance / np.maximum(widest.variance / (dynamics.temperature or 1.0), variance)
     # Basins of different widths look like a funnel too, whether particles jump between them or not. In a network the
     # gradients of a unit's weights depend on its other weights without a funnel. Heavy tails make gaps between
     # particles, and their own symptoms are rarer.
@@ -315,7 +315,7 @@ def diagnose_warmup(
     number, accepted = (0.0, 0.0) if warmup.jumps is None else warmup.jumps.tally
     jumps_well = accepted > DIAGNOSIS.accepted * np.maximum(number, 1.0)
     # Noisy directions are wide in whitened coordinates by intent.
-    condition = curvature * spread / warmup.noise_shrinkage
+    condition = curvature * variance / warmup.noise_shrinkage
     is_known = travels and not has_basins and warmup.effective_draws >= 0
     # Curvature and spread vary harmlessly between basins.
     return found._replace(

@@ -272,7 +272,7 @@ class Moments(NamedTuple):
         scatter = self.position_scatter
         return (scatter if scatter.ndim == 1 else scatter.diagonal()) / xp.maximum(self.number, 1.0)
 
-    def spread(self) -> float:
+    def largest_variance(self) -> float:
         """Return the largest variance of the positions in any direction."""
         covariance = self.position_scatter / np.maximum(self.number, 1.0)
         return covariance.max() if covariance.ndim == 1 else eigh(covariance)[0][-1]

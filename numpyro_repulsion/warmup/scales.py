@@ -12,7 +12,7 @@ from numpy.random import Generator
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats
 from numpyro_repulsion.gradients import ArrowRoot
 from numpyro_repulsion.rounding import cholesky, eigh
-from numpyro_repulsion.warmup.arrival import rescue
+from numpyro_repulsion.warmup.arrival import replace_lost
 from numpyro_repulsion.warmup.curvature import (
     draw_seed,
     hessian_and_noise,
@@ -27,7 +27,7 @@ from numpyro_repulsion.warmup.windows import FREEZE, Window
 
 @dataclass(frozen=True)
 class ScalesConstants:
-    """What the learner of scales chose by measurement."""
+    """Constants of the learner of scales, chosen by measurement."""
 
     #: The smallest curvature, relative to those along the coordinates; smaller ones are noise.
     smallest: float = 1e-3
@@ -57,12 +57,12 @@ class ScalesConstants:
 
 @dataclass(frozen=True)
 class CenteringConstants:
-    """What the learner of partial centering chose by measurement."""
+    """Constants of the learner of partial centering, chosen by measurement."""
 
     #: With fewer particles, the scales of new coordinates are unknown.
     particles: int = 4
     #: The smallest standard deviation of log s for which centering matters: below it, the change is nearly linear.
-    spread: float = 0.3
+    sd: float = 0.3
     #: From so many effects of one scale on it matters however well that is known. U is about linear along each effect,
     #: but the bend along s adds up over all: the mean curvature of centered ones along s is 2I(2c - 1), which may be
     #: negative, and that of the posterior 2I c².
@@ -91,10 +91,10 @@ def update_scales(rng: Generator, window: Window, warmup: WarmupState, cloud: Cl
 
 def _whitened(rng, window, warmup, cloud, sampler):
     """Whiten by the mean curvature over the cloud, because minibatch noise hides it in the gradients' covariance."""
-    first = warmup.preconditioner.along_coordinates(_spread(window, warmup), warmup.moments.position)
+    first = warmup.preconditioner.along_coordinates(_sds(window, warmup), warmup.moments.position)
     warmup, cloud = _changed(warmup, cloud, first)
     # The curvature around a particle that has run away may be a million times that around the others.
-    measured = rescue(rng, cloud.z, warmup.arrival.lost)
+    measured = replace_lost(rng, cloud.z, warmup.arrival.lost)
     dimension, weight = cloud.z.shape[-1], window.curvature_weight
     # In the scales so far, the mean of the earlier curvatures is one.
     if sampler.plan.kind != "dense":
@@ -102,7 +102,7 @@ def _whitened(rng, window, warmup, cloud, sampler):
         scale = whitening(weight * found + (1.0 - weight))
         return _changed(warmup, cloud, Preconditioner(scale, warmup.moments.position))
     # The noise limits the step, and matters for the last scales only.
-    measures_noise = sampler.plan.rule is not None and window.is_at(FREEZE)
+    measures_noise = sampler.plan.budget is not None and window.is_at(FREEZE)
     groups, particles = cloud.potential_energy.shape
     num_independent = groups if sampler.plan.shares_minibatches else groups * particles
     num_updates = window.timetable.num_warmup * sampler.plan.num_steps
@@ -127,8 +127,8 @@ def _low_rank(rng, window, warmup, cloud, sampler):
     """Scale the coordinates by the diagonal of the mean curvature, then the directions of its extreme eigenvalues."""
     old, weight = warmup.preconditioner, window.curvature_weight
     excess = 1.0 / (1.0 + old.stretch) ** 2 - 1.0  # of the earlier curvatures along V
-    measured = rescue(rng, old.to_positions(cloud.z), warmup.arrival.lost)
-    scale = old.scale * _spread(window, warmup)
+    measured = replace_lost(rng, old.to_positions(cloud.z), warmup.arrival.lost)
+    scale = old.scale * _sds(window, warmup)
     plain, y = _trial(warmup, old.along_coordinates(scale, old.center), measured)
     found = mean_diagonal(rng, y, sampler.gradients(plain))
     unit = whitening(weight * found + (1.0 - weight) * (1.0 + old.vectors**2 @ excess))
@@ -156,9 +156,9 @@ def _arrow(rng, window, warmup, cloud, sampler):
     """Whiten by an arrow: the curvature of the likelihood over all rows at the reference, and of the prior over the
     cloud, each direction of the globals and of the units."""
     old, reference = warmup.preconditioner, warmup.reference
-    measured = rescue(rng, old.to_positions(cloud.z), warmup.arrival.lost)
+    measured = replace_lost(rng, old.to_positions(cloud.z), warmup.arrival.lost)
     center = old.to_positions(warmup.moments.position)
-    change = old.along_coordinates(old.lengths() * _spread(window, warmup), center)
+    change = old.along_coordinates(old.lengths() * _sds(window, warmup), center)
     (trial, y), factor = _trial(warmup, change, measured), 1.0
     if not window.has_arrived or not reference.hessian.is_known:
         found = mean_diagonal(rng, y, sampler.gradients(trial))
@@ -169,7 +169,7 @@ def _arrow(rng, window, warmup, cloud, sampler):
         # Not with a particle so far off that its curvature overflows.
         if all(np.isfinite(x).all() for x in (found.rest, found.cross, found.blocks)):
             change = change._replace(root=ArrowRoot.of(found, whitening))
-        if sampler.plan.rule is not None and window.is_at(FREEZE):
+        if sampler.plan.budget is not None and window.is_at(FREEZE):
             trial, y = _trial(warmup, change, measured)
             noise = noise_by_coordinate(rng, y, sampler.gradients(trial), SCALES.pairs_of_arrow, warmup.order)
             # Each noisy coordinate by itself takes shorter steps, rather than all.
@@ -229,14 +229,14 @@ def wide_direction(rng: Generator, y: np.ndarray) -> np.ndarray:
     return drawn + direction
 
 
-def _spread(window, warmup):
+def _sds(window, warmup):
     """Return the standard deviations of the coordinates when particles have just arrived with noise, otherwise ones."""
-    spread = np.sqrt(warmup.moments.variances())
+    sds = np.sqrt(warmup.moments.variances())
     # In a prolonged arrival there is no noise, so that particles in the same basin come together, and only its
     # curvature tells the scales.
     if not window.was_arrival or window.is_prolonged:
-        return np.ones_like(spread)
-    return np.where(np.isfinite(spread) & (spread > 0), spread, 1.0)
+        return np.ones_like(sds)
+    return np.where(np.isfinite(sds) & (sds > 0), sds, 1.0)
 
 
 def _num_for_curvature(dimension, cloud, sampler, rank=None):
@@ -355,8 +355,8 @@ def shrink_noisy_directions(covariance: np.ndarray, num_draws: int, allowed: flo
     # An estimate from few draws spreads equal eigenvalues by a factor of ten. They move toward their mean by the oracle
     # approximating shrinkage (Chen, Wiesel, Eldar and Hero, 2010).
     dimension, total, square = len(values), values.sum(), np.sum(values**2)
-    spread = (num_draws + 1 - 2 / dimension) * (square - total**2 / dimension)
-    share = min(1.0, ((1 - 2 / dimension) * square + total**2) / spread) if spread > 0 else 1.0
+    weight = (num_draws + 1 - 2 / dimension) * (square - total**2 / dimension)
+    share = min(1.0, ((1 - 2 / dimension) * square + total**2) / weight) if weight > 0 else 1.0
     values = (1.0 - share) * values + share * total / dimension
     factor = np.maximum(values / allowed, 1.0)
     factor = factor / factor.min()
@@ -380,17 +380,17 @@ def update_centering(rng: Generator, window: Window, warmup: WarmupState, cloud:
     power of s: with minibatches at the end of the first window.
     """
     known = warmup.centering
-    if known is not None and window.is_first and warmup.arrival.is_prolonged is not None:
+    if known is not None and window.is_first and sampler.plan.can_prolong:
         return _with_products(rng, warmup, cloud, sampler)
     # Later, scales are averages over windows, which need the same coordinates.
     if known is None or not window.centers:
         return warmup, cloud
-    learned, found = sampler.recover(warmup, cloud.z, learns=True)
-    spread = np.std(np.log(found.scale), (0, 1))
+    learned, found = sampler.recover_and_center(warmup, cloud.z, learns=True)
+    sd = np.std(np.log(found.scale), (0, 1))
     _, of, counts = np.unique(found.scale[0, 0], return_inverse=True, return_counts=True)
     # In networks, the mean curvature is that of different functions, and says nothing of single weights.
-    adds_up = (counts[of] >= CENTERING.effects) & (spread > 0) & (not window.is_prolonged)
-    can_change = (spread > CENTERING.spread) | adds_up
+    adds_up = (counts[of] >= CENTERING.effects) & (sd > 0) & (not window.is_prolonged)
+    can_change = (sd > CENTERING.sd) | adds_up
     # The curvature in coordinates in which all that may change is standardized, ...
     plain = learned._replace(share=np.where(can_change, 0.0, 1.0).astype(known.share.dtype))
     trial, u = _rescaled(warmup, sampler.to_coordinates(plain, found), plain)
@@ -408,7 +408,7 @@ def _with_products(rng, warmup, cloud, sampler):
     """Center the effects of products, once their powers are known: noisy Adam moves their scale faster."""
     if not warmup.centering.powers.size:
         return warmup, cloud
-    learned, found = sampler.recover(warmup, cloud.z, learns=True)
+    learned, found = sampler.recover_and_center(warmup, cloud.z, learns=True)
     if not learned.powers.any():
         return warmup, cloud
     centering = warmup.centering._replace(powers=learned.powers)
@@ -429,7 +429,7 @@ def _recentered(rng, warmup, cloud, sampler, centering, found):
 def _rescaled(warmup, y, centering):
     """Return the state with other coordinates, scaled by the spread of the particles along each, and these in them."""
     flat = y.reshape(-1, y.shape[-1])
-    spread = np.std(flat, 0)
-    spread = np.where(np.isfinite(spread) & (spread > 0), spread, 1.0)
-    change = warmup.preconditioner.along_coordinates(spread, flat.mean(0))
+    sds = np.std(flat, 0)
+    sds = np.where(np.isfinite(sds) & (sds > 0), sds, 1.0)
+    change = warmup.preconditioner.along_coordinates(sds, flat.mean(0))
     return warmup._replace(preconditioner=change, centering=centering), change.whiten(y)

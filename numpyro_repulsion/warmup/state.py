@@ -26,14 +26,14 @@ JumpsState: TypeAlias = Any
 
 
 class WarmupPlan(NamedTuple):
-    """What a warmup learns, and what is constant in it; static."""
+    """What a warmup learns, and what is constant in it; static. Updates also read what it says of the gradient."""
 
-    rule: BiasBudget | None  # that measures the step size; ``None`` if the user gave a step size
+    budget: BiasBudget | None  # by which warmup measures the step size; ``None`` if the user gave a step size
     kind: str | None  # of the preconditioner, as in `Preconditioner.kind`; ``None`` if scales are not learned
     learns_bandwidth: bool  # whether the interaction learns a bandwidth
     has_reference: bool  # whether the gradient has control variates
     is_noisy: bool = False  # whether gradients are noisy
-    has_moves: bool = False  # whether the user gave ``moves``; those that warmup takes by itself do not count
+    has_given_moves: bool = False  # whether the user gave ``moves``; those that warmup takes by itself do not count
     epoch: int | None = None  # after how many updates each particle's own reference is renewed; ``None`` without such
     sweep: int | None = None  # how many updates pass through all rows once; ``None`` if minibatches are independent
     late: int | None = None  # how many iterations the second half of a prolonged arrival has at most
@@ -46,26 +46,33 @@ class WarmupPlan(NamedTuple):
     @property
     def arrives(self) -> bool:
         """Whether particles first move with step sizes of their own: if the step size or the scales are learned."""
-        return self.rule is not None or self.kind is not None
+        return self.budget is not None or self.kind is not None
 
     @property
     def learns(self) -> bool:
-        return self.arrives or self.learns_bandwidth or self.has_reference or self.has_moves
+        return self.arrives or self.learns_bandwidth or self.has_reference or self.has_given_moves
 
     def tolerance(self, error: StepError, order: int) -> float:
         """Return δ of the bias budget, for control variates of an order; 0 for none."""
-        return (self.rule or BiasBudget()).tolerance_for(error.is_second_order and (order == 2 or not self.is_noisy))
+        return (self.budget or BiasBudget()).tolerance_for(error.is_second_order and (order == 2 or not self.is_noisy))
 
     def tolerance_of_any(self, error: StepError, order: int) -> float:
         """Return δ for the coordinate with the most noise; of thousands, few are as noisy."""
         return (
-            (self.rule or BiasBudget()).tolerance_for(False) if self.kind == "arrow" else self.tolerance(error, order)
+            (self.budget or BiasBudget()).tolerance_for(False) if self.kind == "arrow" else self.tolerance(error, order)
         )
 
     @property
     def measures(self) -> bool:
         """Whether warmup measures curvature and gradient noise."""
-        return self.rule is not None or self.has_reference
+        return self.budget is not None or self.has_reference
+
+    @property
+    def can_prolong(self) -> bool:
+        """Whether the arrival may be prolonged: if minibatches have common control variates, which tell, and scales are
+        learned. Where each particle has control variates of its own, they remove noise anywhere."""
+        is_common = self.has_reference and self.epoch is None
+        return self.is_noisy and is_common and self.kind is not None
 
 
 class ArrivalState(NamedTuple):
@@ -75,7 +82,7 @@ class ArrivalState(NamedTuple):
     - **lost** - which particles are far behind the others and have not moved to one of them, ``(G, L)``.
     - **surroundings** - sums over the current window; ``None`` if gradients are noisy.
     - **adam** - the state of Adam; ``None`` if gradients are exact.
-    - **spread** - the standard deviation of the starts in each coordinate of the model, ``(d,)``; ``None`` if the
+    - **start_sds** - the standard deviation of the starts in each coordinate of the model, ``(d,)``; ``None`` if the
       arrival cannot be prolonged.
     - **halfway** - the positions in the coordinates of the model where the first half of the arrival ended,
       ``(G, L, d)``; ``None`` if the arrival cannot be prolonged.
@@ -86,7 +93,7 @@ class ArrivalState(NamedTuple):
     lost: Bool[AnyArray, "*particles"]
     surroundings: Surroundings | None
     adam: Adam | None = None
-    spread: Float[AnyArray, " d"] | None = None
+    start_sds: Float[AnyArray, " d"] | None = None
     halfway: Float[AnyArray, "*particles d"] | None = None
     is_prolonged: Bool[AnyArray, ""] | None = None
 
@@ -100,11 +107,10 @@ class ArrivalState(NamedTuple):
         # A single particle has no spread, and first scales from its gradient, which may be anything.
         adam = Adam.start(u, 1.0 / change.lengths())
         state = ArrivalState(first_rates(u.shape, u.dtype), lost, None, adam)
-        # Control variates tell whether to prolong it; where each particle has its own, they remove noise anywhere.
-        if not (plan.measures and plan.has_reference and plan.kind is not None and plan.epoch is None):
+        if not plan.can_prolong:
             return state
-        spread = adam.unit * change.lengths()
-        return state._replace(spread=spread, halfway=u, is_prolonged=jnp.zeros((), bool))
+        sds = adam.unit * change.lengths()
+        return state._replace(start_sds=sds, halfway=u, is_prolonged=jnp.zeros((), bool))
 
     @property
     def temperature(self) -> Float[AnyArray, ""] | float:
@@ -118,7 +124,7 @@ class ArrivalState(NamedTuple):
         return self if self.adam is None else self._replace(adam=Adam.start(u))
 
     def prolonged(self, u: Float[AnyArray, "*particles d"]) -> ArrivalState:
-        """Return the state for particles in units of the spread of the starts, where the second half begins again."""
+        """Return the state where the second half begins again, for particles in units of the sds of the starts."""
         rates = np.full(u.shape[:2], ADAM.late_rate, u.dtype)
         adam = Adam.start(u)._replace(unit=np.ones(u.shape[-1:], u.dtype))
         lost = np.zeros_like(self.lost)
@@ -133,8 +139,7 @@ class WarmupState(NamedTuple):
     - **iteration** - how many MCMC iterations are done.
     - **num_warmup** - how many iterations are warmup.
     - **arrival** - how particles arrive.
-    - **moments** - moments of the cloud since a time within the window, or of the settling part since 70 % of the
-      warmup (``BEGINNINGS`` in ``windows.py``).
+    - **moments** - moments of the cloud since the last of the ``BEGINNINGS`` (``windows.py``).
     - **noise_shrinkage** - the largest factor by which the variance of a noisy direction exceeds 1 in whitened
       coordinates.
     - **step_size** - the measured ε.
@@ -202,9 +207,9 @@ class WarmupState(NamedTuple):
         """The order of the control variates in use; 0 for none."""
         return 0 if self.reference is None else int(self.reference.order)
 
-    def spread(self, dynamics: Dynamics) -> float:
+    def largest_variance(self, dynamics: Dynamics) -> float:
         """Return the largest variance of the positions in any direction, in units of the temperature."""
-        return self.moments.spread() / (dynamics.temperature or 1.0)
+        return self.moments.largest_variance() / (dynamics.temperature or 1.0)
 
     @staticmethod
     def start(
@@ -247,7 +252,7 @@ class WarmupState(NamedTuple):
             measurements=Measurements.empty(1 + len(SETTLING_ENDS), particles, dtype),
             bandwidth=bandwidth,
             reference=reference,
-            symptoms=Symptoms.empty(particles, dimension, dtype) if plan.rule else None,
+            symptoms=Symptoms.empty(particles, dimension, dtype) if plan.budget else None,
             **others,
         )
 

@@ -10,7 +10,7 @@ from numpy.random import Generator
 
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.findings import MAX_SHIFT
-from numpyro_repulsion.warmup.arrival import rescue
+from numpyro_repulsion.warmup.arrival import replace_lost
 from numpyro_repulsion.warmup.curvature import (
     CURVATURE,
     UNKNOWN,
@@ -25,14 +25,14 @@ from numpyro_repulsion.warmup.windows import FREEZE, Window
 
 @dataclass(frozen=True)
 class StepConstants:
-    """What the choice of the step size chose."""
+    """Constants of the choice of the step size."""
 
     #: By how many of its standard deviations the bias of many effects may move their scale.
     shift: float = 0.1
     #: Pairs of minibatches that compare the orders of control variates, and measure that shift.
     pairs: int = 4
-    #: Effective draws of each particle that a short run shall have. Of n in all, R-hat of L particles is about
-    #: √(1 + 2L/n), so 1.05.
+    #: Effective draws of each particle for which, in a short run, the scale of many effects may be moved by more. Of n
+    #: in all, R-hat of L particles is about √(1 + 2L/n), so 1.05.
     draws: float = 20.0
     #: The share of the limit of stability at typical particles up to which a short run may raise the step.
     stable: float = 0.5
@@ -48,10 +48,9 @@ def update_reference(rng: Generator, window: Window, warmup: WarmupState, cloud:
     known, is_common = warmup.reference, sampler.plan.epoch is None
     if known is None or not window.moves_references or not (is_common or window.was_arrival):
         return warmup, cloud
-    position = warmup.moments.position if is_common else cloud.z
-    has_hessian = _has_hessian(window, known, sampler)
-    moved = known._replace(position=position, order=np.asarray(1 + has_hessian, np.int32))
-    found = sampler.evaluate_reference(rng, warmup, moved, has_hessian)
+    u, has_hessian = warmup.moments.position if is_common else cloud.z, _has_hessian(window, known, sampler)
+    known = known._replace(order=np.asarray(1 + has_hessian, np.int32))
+    found = sampler.evaluate_reference(rng, warmup, known, u, has_hessian)
     if has_hessian and found.hessian is not None and not found.hessian.is_known:
         # Over all rows it is not an arrow. NaN would be in corrections of first order too, even times 0.
         nothing = jax.tree.map(np.zeros_like, found.hessian)
@@ -67,7 +66,7 @@ def update_reference(rng: Generator, window: Window, warmup: WarmupState, cloud:
 
 def least_noisy_order(rng: Generator, highest: int, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> np.ndarray:
     """Return the order of control variates, up to the highest, with the least mean noise; of equal ones the last."""
-    points, gradients = rescue(rng, cloud.z, warmup.arrival.lost), sampler.gradients(warmup)
+    points, gradients = replace_lost(rng, cloud.z, warmup.arrival.lost), sampler.gradients(warmup)
     orders = range(highest, -1, -1)
     noise = [noise_by_coordinate(rng, points, gradients, STEP.pairs, order).mean() for order in orders]
     return np.asarray(orders[int(np.argmin(noise))], np.int32)
@@ -89,7 +88,7 @@ def update_step_size(rng: Generator, window: Window, warmup: WarmupState, cloud:
     if not sampler.plan.measures or not window.has_arrived:
         return warmup, cloud
     found = _measured(rng, window, warmup, cloud, sampler)
-    if sampler.plan.rule is None:
+    if sampler.plan.budget is None:
         return found, cloud
     found = _with_step_size(rng, window, found, cloud, sampler)
     return found, sampler.settled(cloud, found.step_size, found.isotropic_noise)
@@ -101,14 +100,14 @@ def _measured(rng, window, warmup, cloud, sampler):
     step_size = warmup.arrival.step_size if plan.arrives else warmup.step_size
     width = CURVATURE.width * (1.0 if plan.kind else np.sqrt(step_size))
     # Curvature and noise around a particle that has run away may be a million times that around the others.
-    measured = rescue(rng, cloud.z, warmup.arrival.lost)
+    points = replace_lost(rng, cloud.z, warmup.arrival.lost)
     orders = [0]
     if plan.has_reference:
         has_hessian = _has_hessian(window, warmup.reference, sampler) and warmup.reference.hessian.is_known
         in_use = int(warmup.reference.order)
         orders = [in_use, *(order for order in range(2 + has_hessian) if order != in_use)]
     keeps_apart = window.is_prolonged or warmup.may_have_basins
-    curvature, noise = estimate_curvature(rng, measured, width, sampler.gradients(warmup), orders, not keeps_apart)
+    curvature, noise = estimate_curvature(rng, points, width, sampler.gradients(warmup), orders, not keeps_apart)
     if not plan.is_noisy:
         # Without minibatches, midpoints differ only by the third derivatives of U.
         noise = np.zeros_like(noise)
@@ -127,99 +126,111 @@ def _best_order(warmup, cloud, sampler, orders):
     """Return the best order of control variates: by the noise; in sweeps by the step, because each costs gradients."""
     plan, dynamics = sampler.plan, sampler.dynamics
     known = warmup.measurements
-    if plan.sweep is None or plan.rule is None:
+    if plan.sweep is None or plan.budget is None:
         # Of equal ones the highest.
         return min(sorted(orders, reverse=True), key=lambda order: known.mean_noise[order])
-    coupling, spread = sampler.couple(cloud.z, warmup.bandwidth), warmup.spread(dynamics)
+    coupling, variance = sampler.couple(cloud.z, warmup.bandwidth), warmup.largest_variance(dynamics)
     error = dynamics.step_error(coupling)
 
     def step(order):
         noise = known.mean_noise[order], known.mean_isotropic_noise[order]
-        stats = _stats(warmup, noise, spread, coupling, sampler)
+        stats = _stats(warmup, noise, variance, coupling, sampler)
         return error.max_step_for_bias(plan.tolerance(error, order), stats) / (2.0 if order else 1.0)
 
     return max(sorted(orders, reverse=True), key=step)
 
 
-def _stats(warmup, noise, spread, coupling, sampler):
-    plan = sampler.plan
-    measured = warmup.measurements, noise, spread, coupling
-    return summarize_curvature(*measured, sampler.dynamics, plan.shares_minibatches, plan.sweep)
+def _stats(warmup, noise, variance, coupling, sampler):
+    plan, known = sampler.plan, warmup.measurements
+    return summarize_curvature(known, noise, variance, coupling, sampler.dynamics, plan.shares_minibatches, plan.sweep)
 
 
-def _max_step_for_sums(rng, window, warmup, cloud, sampler, error, stats, needed):
-    """Return the step whose bias in thousands of effects does not add up to a shift of their scale; else infinity.
+def _longest_within_bias(rng, window, warmup, cloud, sampler, error, stats, needed):
+    """Return the longest step whose bias is within the tolerance.
 
-    :param needed: the step that a short run needs, which may move the scale as far as no finding names it.
+    :param needed: the step that a short run needs, whose bias may move scales of effects as far as no finding names.
     """
+    tolerance, of_any = (f(error, warmup.order) for f in (sampler.plan.tolerance, sampler.plan.tolerance_of_any))
+    of_all = stats._replace(noise=stats.isotropic_noise)
+    longest = error.max_step_for_bias(of_any, stats)
+    if of_any > tolerance:
+        # As a mean over all directions, the bias is within the tolerance.
+        longest = np.minimum(longest, error.max_step_for_bias(tolerance, of_all))
     if window.is_adapting or sampler.plan.kind != "arrow":
-        return np.inf
-    points, gradients = rescue(rng, cloud.z, warmup.arrival.lost), sampler.gradients(warmup)
+        return longest
+    # The bias of thousands of effects, which is that of the mean noise, adds up to a shift of their scale.
+    points, gradients = replace_lost(rng, cloud.z, warmup.arrival.lost), sampler.gradients(warmup)
     noise = noise_by_coordinate(rng, points, gradients, STEP.pairs, warmup.order).mean(0)
     sds = np.sqrt(warmup.moments.variances())
     shift = collective_shift(rng, points, np.where(np.isfinite(sds), sds, 1.0), noise, gradients)
-    if sampler.plan.tolerance(error, warmup.order) * shift <= STEP.shift:
-        return np.inf
-    # Their bias is that of the mean noise.
-    of_all = stats._replace(noise=stats.isotropic_noise)
+    if tolerance * shift <= STEP.shift:
+        return longest
     within, most = (error.max_step_for_bias(limit / shift, of_all) for limit in (STEP.shift, MAX_SHIFT))
-    return np.maximum(within, np.minimum(needed, most))
+    return np.minimum(longest, np.maximum(within, np.minimum(needed, most)))
+
+
+def _gains_draws(window, warmup, sampler):
+    """Return whether a step above the budget would gain draws in a short run."""
+    plan = sampler.plan
+    # Only jumps move particles between basins. Networks keep apart too, and gain by longer steps all the same.
+    keeps_apart = warmup.has_basins if window.is_prolonged else warmup.may_have_basins
+    # With minibatches, a cloud that has just arrived is too wide, which would make the run look short.
+    is_too_wide = window.is_adapting and plan.is_noisy
+    return sampler.dynamics.is_sampler and not (plan.has_given_moves or keeps_apart or is_too_wide)
+
+
+def _variance_to_cross(window, warmup, sampler):
+    """Return the variance along which a longer step must gain draws: of the widest direction, or with minibatches of
+    most coordinates, because its bias is in all of them."""
+    plan = sampler.plan
+    if not plan.is_noisy or plan.kind is None:
+        return warmup.largest_variance(sampler.dynamics)
+    typical = np.median(warmup.moments.variances()) / (sampler.dynamics.temperature or 1.0)
+    # Most of the spread of networks is between modes, which no step crosses.
+    return np.minimum(typical, 1.0) if window.is_prolonged else typical
 
 
 def _with_step_size(rng, window, warmup, cloud, sampler):
     """Set the step size by the rule, and its expected bias and effective draws."""
-    plan, dynamics = sampler.plan, sampler.dynamics
+    plan, dynamics, size = sampler.plan, sampler.dynamics, cloud.potential_energy.size
     coupling = sampler.couple(cloud.z, warmup.bandwidth)
-    spread = warmup.spread(dynamics)
+    error, variance = dynamics.step_error(coupling), warmup.largest_variance(dynamics)
     noise = window.annealed_share * warmup.noise, window.annealed_share * warmup.isotropic_noise
-    # Whitened by the mean curvature, some direction has one of 1, even if lost particles make the spread huge.
-    widest = np.minimum(spread, 1.0) if plan.is_noisy and plan.kind is not None else spread
-    stats = _stats(warmup, noise, widest, coupling, sampler)
-    rule = plan.rule
-    error = dynamics.step_error(coupling)
-    tolerance, of_any = plan.tolerance(error, warmup.order), plan.tolerance_of_any(error, warmup.order)
-    num_particle_updates = float(cloud.potential_energy.size * plan.num_steps * window.timetable.num_warmup)
-    draws_per_step = num_particle_updates * error.relaxation_rate(spread) / 2.0
-    # Only jumps move particles between basins, so a longer step gains no draws there. With minibatches, a longer step
-    # must gain draws in most coordinates, because its bias is in all of them; and a cloud that has just arrived is too
-    # wide, which would make the run look short.
-    # Networks keep apart too, and gain by longer steps all the same (below).
-    keeps_apart = warmup.has_basins if window.is_prolonged else warmup.may_have_basins
-    gains_none = keeps_apart or (window.is_adapting and plan.is_noisy)
-    gained = draws_per_step
-    if plan.is_noisy and plan.kind is not None:
-        typical = np.median(warmup.moments.variances()) / (dynamics.temperature or 1.0)
-        if window.is_prolonged:
-            # Most of the spread of networks is between modes, which no step crosses.
-            typical = np.minimum(typical, 1.0)
-        gained = num_particle_updates * error.relaxation_rate(typical) / 2.0
-    may_be_raised = dynamics.is_sampler and not plan.has_moves and not gains_none
-    enough = STEP.draws * cloud.potential_energy.size
-    draws = np.maximum(rule.min_draws, enough) if may_be_raised and rule.min_draws else 0.0
-    sums = _max_step_for_sums(rng, window, warmup, cloud, sampler, error, stats, draws / draws_per_step)
-    longest = error.max_step_for_bias(of_any, stats)
-    if of_any > tolerance:
-        # As a mean over all directions, the bias is within the tolerance.
-        longest = np.minimum(longest, error.max_step_for_bias(tolerance, stats._replace(noise=stats.isotropic_noise)))
-    step_size = rule.step_size(
-        max_step_for_bias=np.minimum(longest, sums),
+    # Whitened by the mean curvature, some direction has one of 1, even if lost particles make the variance huge.
+    whitened = np.minimum(variance, 1.0) if plan.is_noisy and plan.kind is not None else variance
+    stats = _stats(warmup, noise, whitened, coupling, sampler)
+
+    def draws_per_step(variance):
+        """How many effective draws a run as long as the warmup has along such a variance, for each unit of ε."""
+        updates = float(size * plan.num_steps * window.timetable.num_warmup)
+        return updates * error.relaxation_rate(variance) / 2.0
+
+    of_widest, gained = draws_per_step(variance), draws_per_step(_variance_to_cross(window, warmup, sampler))
+    gains = _gains_draws(window, warmup, sampler)
+    wanted = np.maximum(plan.budget.min_draws, STEP.draws * size) if gains and plan.budget.min_draws else 0.0
+    step_size = plan.budget.step_size(
+        max_step_for_bias=_longest_within_bias(
+            rng, window, warmup, cloud, sampler, error, stats, needed=wanted / of_widest
+        ),
         max_step_for_short_run=np.minimum(
             error.stability_limit(stats._replace(largest=stats.curvature)) * STEP.stable,
             error.max_step_for_short_run(stats, gained),
         ),
         stability_limit=error.stability_limit(stats),
-        draws_per_step=gained if may_be_raised else np.inf,
+        # With draws for any step, none is raised.
+        draws_per_step=gained if gains else np.inf,
     )
     if not (np.isfinite(step_size) and step_size > 0):
         step_size = error.from_overdamped_step(STEP.cautious * np.exp(np.log(warmup.arrival.step_size).mean()))
-    bias, effective_draws = error.bias(step_size, stats), step_size * draws_per_step
-    mean_bias = error.mean_bias(step_size, stats)
-    remaining = error.remaining_noise(step_size, stats._replace(noise=1.0))
+    bias, mean_bias, effective_draws = (
+        UNKNOWN if np.isnan(x) else x
+        for x in (error.bias(step_size, stats), error.mean_bias(step_size, stats), step_size * of_widest)
+    )
     return warmup._replace(
         step_size=step_size,
-        bias=UNKNOWN if np.isnan(bias) else bias,
-        mean_bias=UNKNOWN if np.isnan(mean_bias) else mean_bias,
-        effective_draws=UNKNOWN if np.isnan(effective_draws) else effective_draws,
-        is_raised=bias > 1.01 * of_any,
-        noise_share=remaining,
+        bias=bias,
+        mean_bias=mean_bias,
+        effective_draws=effective_draws,
+        is_raised=bias > 1.01 * plan.tolerance_of_any(error, warmup.order),
+        noise_share=error.remaining_noise(step_size, stats._replace(noise=1.0)),
     )

@@ -17,8 +17,8 @@ FIRST_WHITENED = 0.15
 ADAPTATION_ENDS = (0.3, 0.4, 0.6)
 #: ... and in which the scales are frozen, and the step size and the bandwidth settle.
 SETTLING_ENDS = (0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
-#: (end of window, weight): the weight of the curvature measured there in the mean of all; the first are of a cloud that
-#: has hardly arrived.
+#: (end of window, weight): the weight of the curvature measured there in the running mean; with 1 it replaces the
+#: mean, as where the cloud has hardly arrived. A measurement before the first counts like that.
 CURVATURE_WEIGHTS = ((0.25, 1.0), (0.3, 1.0), (0.4, 2 / 3), (0.6, 0.5))
 
 #: How many measurements of the curvature count; another one, halfway through the arrival, is for the arrival only.
@@ -28,7 +28,12 @@ FREEZE = ADAPTATION_ENDS[-1]
 ARRIVED = ARRIVAL_ENDS[-1]
 ENDS = (*ARRIVAL_ENDS, *ADAPTATION_ENDS, *SETTLING_ENDS)
 #: Where the sums of a window begin: at half of a window of the arrival, at a quarter of a window of the adaptation,
-#: and once in the settling part, at a quarter of it.
+#: and once in the settling part, at a quarter of it. What was added before, since the last end, is discarded; so the
+#: windows of the settling part up to 70 % still see the moments from 45 % on.
+#:
+#: - moments, surroundings: from these beginnings; other coordinates empty them too.
+#: - symptoms: from 60 % on, those of the widest direction anew in each window (`Symptoms.next_window`).
+#: - measurements: at ends of windows, replaced until 60 % and then added to.
 BEGINNINGS = tuple(
     begins + (0.5 if ends <= ARRIVED else 0.25) * (ends - begins)
     for begins, ends in zip((0.0, *ARRIVAL_ENDS, *ADAPTATION_ENDS), (*ARRIVAL_ENDS, *ADAPTATION_ENDS, 1.0), strict=True)
@@ -47,7 +52,7 @@ class Timetable(NamedTuple):
     late: int | None = None  # as in `WarmupPlan`
 
     def at(self, fraction: float) -> int:
-        """Return how many iterations a fraction of warmup has, at least one."""
+        """Return after how many iterations a mark of the timetable lies, a fraction of warmup; at least one."""
         # In integers, because 0.3 · 50 is not 15 in floating point.
         parts = round(fraction * PARTS)
         if self.is_prolonged:
@@ -63,16 +68,16 @@ class Timetable(NamedTuple):
         return iteration in map(self.at, BEGINNINGS)
 
     def next_end(self, iteration: int) -> int:
-        """Return after how many iterations the window ends in which the one after so many others lies."""
+        """Return the end of the window that contains an iteration, counted from 0."""
         return min((end for end in map(self.at, ENDS) if end > iteration), default=self.num_warmup)
 
     def next_stop(self, iteration: int) -> int:
         """Return after how many iterations a window or its sums begin or end next."""
         later = (stop for stop in map(self.at, BEGINNINGS) if stop > iteration)
-        return min(*later, self.next_end(iteration), self.num_warmup)
+        return min([*later, self.next_end(iteration)])
 
     def is_arriving(self, iteration: int) -> bool:
-        """Return whether particles still arrive in the iteration after so many others."""
+        """Return whether particles still arrive in an iteration, counted from 0."""
         return iteration < self.at(ARRIVED)
 
     def half_of_arrival(self, iteration: int) -> tuple[int, int]:
@@ -121,6 +126,7 @@ class Window(NamedTuple):
 
     @property
     def was_arrival(self) -> bool:
+        """Whether particles arrived in it; at the end of the arrival, they `has_arrived` too."""
         return self.ends <= self.timetable.at(ARRIVED)
 
     @property
@@ -134,7 +140,7 @@ class Window(NamedTuple):
 
     @property
     def finds_lost(self) -> bool:
-        """Whether lost particles are looked for: from the third window on."""
+        """Whether lost particles are looked for: from the third window on, but for the last."""
         return self.timetable.at(ARRIVAL_ENDS[1]) < self.ends < self.timetable.num_warmup
 
     @property

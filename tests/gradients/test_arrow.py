@@ -207,7 +207,7 @@ def test_where_all_rows_refuse_what_a_sample_accepts_warmup_takes_first_order():
     mcmc = run(SGLD(chained), jnp.asarray(user), jnp.asarray(y), num_warmup=100, num_chains=8)
     state = mcmc.last_state
     assert state.learned.reference.hessian is None
-    assert float(state.learned.measurements.noise) >= 0
+    assert float(state.learned.figures.noise) >= 0
     assert np.isfinite(mcmc.get_samples()["effect"]).all() and int(state.num_flagged_updates) < 100
 
 

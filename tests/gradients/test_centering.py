@@ -329,10 +329,10 @@ def adds(y, prior=5.0, batch=None):
         numpyro.sample("y", dist.Normal(mean, 1.0), obs=y[i])
 
 
-def learned(target, min_spread=0.3):
+def learned(target, smallest_sd=0.3):
     z, unravel = ravel_cloud(draws(target, 3, 20))
     plain = CenteredTarget(target, Centering.none(target, z.shape[1], z.dtype), unravel)
-    return *plain.structure_at(jax.vmap(plain.recover)(z), min_spread), unravel
+    return *plain.structure_at(jax.vmap(plain.recover)(z), smallest_sd), unravel
 
 
 @pytest.fixture(scope="module")
@@ -355,7 +355,7 @@ def test_gradients_tell_bases(sums):
 
 
 def test_a_scale_that_is_known_and_a_narrow_base_have_none(sums):
-    assert (learned(sums[0], min_spread=10.0)[0].bases == -1).all()
+    assert (learned(sums[0], smallest_sd=10.0)[0].bases == -1).all()
     target = ModelTarget(adds, (Y, 0.01))
     found = names_of(target, *learned(target))
     assert found["group"] is found["other"] is None and found["slope"] == "beta[1]"

@@ -294,7 +294,7 @@ def test_warmup_takes_the_order_with_the_least_noise(order, words):
     learned = mcmc.last_state.learned
     assert (learned.reference.hessian is not None) == (words == "second order")
     # Rows with tails are not quadratic, but nearly so within a posterior as narrow as this.
-    assert (float(learned.measurements.noise) < 1e-3) == (words == "second order")
+    assert (float(learned.figures.noise) < 1e-3) == (words == "second order")
     assert to_inference_data(mcmc).posterior.attrs["control_variates"] == words
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["mu"], float)
     assert draws.std() == pytest.approx((8 / 6 / 400) ** 0.5, rel=0.15)  # of Fisher's information of a Student-t

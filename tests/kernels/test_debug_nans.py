@@ -67,7 +67,7 @@ def test_a_run_with_control_variates():
     mcmc.run(random.key(0), Y)
     assert not any(np.isnan(x).any() for x in jax.tree.leaves((mcmc.last_state.learned, mcmc.last_state.z)))
     assert mcmc.last_state.learned.reference.posterior_id.all()
-    assert float(mcmc.last_state.learned.measurements.bias) > 0
+    assert float(mcmc.last_state.learned.figures.bias) > 0
 
 
 @pytest.mark.slow

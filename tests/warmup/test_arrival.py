@@ -15,7 +15,7 @@ from numpyro_repulsion import (
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.warmup import Preconditioner, Timetable, Window
 from numpyro_repulsion.warmup.adam import Surroundings
-from numpyro_repulsion.warmup.arrival import arrive, left_behind, rescue, update_arrival
+from numpyro_repulsion.warmup.arrival import arrive, left_behind, replace_lost, update_arrival
 from numpyro_repulsion.warmup.state import WarmupPlan, WarmupState
 
 
@@ -60,14 +60,14 @@ def test_lost_particles_are_rescued_and_others_left_alone():
     u, energy = np.asarray(u), np.asarray(energy)
     lost = left_behind(energy, 3)
     particles = u, energy, 2.0 * u, np.arange(20.0).reshape(2, 10)
-    moved, found, gradient, steps = rescue(generator(), particles, lost)
+    moved, found, gradient, steps = replace_lost(generator(), particles, lost)
     changed = np.argwhere((moved != u).any(-1)).tolist()
     assert changed == [[1, 4]] and found[0, 2] == 12.0
     home = np.argwhere((u == moved[1, 4]).all(-1))
     assert len(home) == 1 and steps[1, 4] == 10 * home[0, 0] + home[0, 1]
     np.testing.assert_array_equal(gradient, 2.0 * moved)
     # Where all are lost there is nowhere to go.
-    moved, *_ = rescue(generator(), particles, np.ones((2, 10), bool))
+    moved, *_ = replace_lost(generator(), particles, np.ones((2, 10), bool))
     np.testing.assert_array_equal(moved, u)
 
 
@@ -154,7 +154,7 @@ class Energies(NamedTuple):
     def energy_on_common_rows(self, warmup, u):
         return self.energy
 
-    def log_volume(self, warmup, u):
+    def log_volume_gained(self, warmup, u):
         return 0.0
 
 

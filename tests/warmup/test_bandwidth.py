@@ -135,7 +135,7 @@ def test_windows_count_alike_once_scales_are_frozen():
     u = random.normal(random.key(0), (1, 20, 5))
     found, rule = map(float, best(LEARNED, u, 0.01))
     cloud, timetable = SimpleNamespace(z=np.asarray(u)), Timetable(100)
-    plan = WarmupPlan(rule=STRICT, kind="dense", learns_bandwidth=True, has_reference=False)
+    plan = WarmupPlan(budget=STRICT, kind="dense", learns_bandwidth=True, has_reference=False)
 
     def settled(ends, is_raised=False, tunes_bandwidth=True):
         def best_bandwidth(u, by_rule, tolerance):

@@ -72,7 +72,7 @@ def test_particles_in_the_neck_do_not_send_for_the_others(settings, monkeypatch)
         return int((found < np.log(SCALE) - 2.5).sum())
 
     assert in_neck() <= number // 2
-    monkeypatch.setattr(HostSampler, "log_volume", lambda sampler, warmup, u: 0.0)
+    monkeypatch.setattr(HostSampler, "log_volume_gained", lambda sampler, warmup, u: 0.0)
     assert in_neck() == number
 
 
@@ -85,7 +85,7 @@ def test_many_effects_are_centered_however_well_their_scale_is_known(monkeypatch
 
     found = shares()
     mean, sd = exact(**known)
-    assert sd < scales.CENTERING.spread
+    assert sd < scales.CENTERING.sd
     variance = REPEATS * np.exp(2 * (mean + sd * np.array([-4, 4])))
     low, high = variance / (1 + variance)
     assert low < np.median(found) < high
@@ -127,7 +127,7 @@ def test_the_scale_of_a_thousand_effects(kernel, by_hand):
 def test_without_any_of_it_the_scale_does_not_mix(monkeypatch):
     known = data(1000)
     monkeypatch.setattr(adam, "ADAM", replace(ADAM, course=-1.0))
-    monkeypatch.setattr(HostSampler, "log_volume", lambda sampler, warmup, u: 0.0)
+    monkeypatch.setattr(HostSampler, "log_volume_gained", lambda sampler, warmup, u: 0.0)
     monkeypatch.setattr(scales, "CENTERING", replace(scales.CENTERING, effects=10**9))
     mcmc = vectorized(SGLD(effects), 300, 300, 20)
     mcmc.run(random.key(0), **known)

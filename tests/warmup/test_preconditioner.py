@@ -58,7 +58,7 @@ def test_moments_are_those_of_all_clouds(dense):
         covariance = np.cov(x.T, bias=True) if dense else x.var(0)
         np.testing.assert_allclose(scatter / 400, covariance, rtol=1e-3, atol=1e-3)
     largest = np.linalg.eigvalsh(np.cov(u.T, bias=True))[-1] if dense else u.var(0).max()
-    assert float(moments.spread()) == pytest.approx(largest, rel=1e-3)
+    assert float(moments.largest_variance()) == pytest.approx(largest, rel=1e-3)
 
 
 def moments_of(covariance, gradient_covariance, count=1e8, dense=True):

@@ -57,7 +57,7 @@ def test_networks_go_on_to_arrive_in_standardized_coordinates(kernel, scale, mon
     _, unravel = jax.flatten_util.ravel_pytree(jax.tree.map(lambda x: x[0], before.prototype))
     lengths = unravel(warmup.preconditioner.lengths())
     np.testing.assert_allclose(lengths["w1"], 1.0)
-    assert (lengths["weight_precision"] == unravel(warmup.arrival.spread)["weight_precision"]).all()
+    assert (lengths["weight_precision"] == unravel(warmup.arrival.start_sds)["weight_precision"]).all()
     # Particles are where the first half of the arrival ended, and not where the mean curvature has sent them.
     halfway, _ = after(sampler, int(100 * FIRST_WHITENED), hidden=10)
     monkeypatch.setattr(arrival, "PROLONGATION", replace(arrival.PROLONGATION, stays_noisy=np.inf))
@@ -131,7 +131,7 @@ def test_when_an_arrival_is_prolonged(scale, noise, energies, is_prolonged):
         return
     # They return to where that half began, in units of the spread of the starts.
     np.testing.assert_allclose(found.preconditioner.to_positions(moved.z), halfway, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(found.preconditioner.lengths(), found.arrival.spread, rtol=1e-5)
+    np.testing.assert_allclose(found.preconditioner.lengths(), found.arrival.start_sds, rtol=1e-5)
     assert (found.arrival.adam.unit == 1).all() and not moved.gradient.any()
 
 
@@ -225,7 +225,7 @@ def test_a_lost_particle_does_not_set_the_scales_of_all(before_arrival, scale, m
         return np.abs(lengths(lost) - usual).max()
 
     without = drift()
-    monkeypatch.setattr(scales, "rescue", lambda rng, particles, lost: particles)
+    monkeypatch.setattr(scales, "replace_lost", lambda rng, particles, lost: particles)
     assert without < drift() / 2
 
 
@@ -237,5 +237,5 @@ def test_a_lost_particle_neither_shortens_the_step_nor_prolongs_the_arrival(befo
     assert found.reference.order
     monkeypatch.setattr(arrival, "PROLONGATION", replace(arrival.PROLONGATION, convex=1.1))
     assert not sample(lost).warmup.arrival.is_prolonged
-    monkeypatch.setattr(step_size, "rescue", lambda rng, particles, lost: particles)
+    monkeypatch.setattr(step_size, "replace_lost", lambda rng, particles, lost: particles)
     assert sample(lost).warmup.arrival.is_prolonged

@@ -198,7 +198,7 @@ def test_energies_go_on_where_coordinates_change(monkeypatch):
     kernel, keys = SGLD(rows, num_steps=1), random.split(random.key(0), 8)
 
     def sees(curvature):
-        monkeypatch.setattr(scales, "CENTERING", replace(scales.CENTERING, spread=0.0))
+        monkeypatch.setattr(scales, "CENTERING", replace(scales.CENTERING, sd=0.0))
         monkeypatch.setattr(scales, "mean_diagonal", lambda rng, u, gradients: np.full(u.shape[-1], curvature))
 
     sees(np.inf)

@@ -308,7 +308,7 @@ def test_bias_at_the_step_of_the_budget_is_the_tolerance(dynamics, bound):
 def test_automatic_tolerance_is_small_where_nothing_is_of_first_order(dynamics, noise, order, tolerance):
     plan, error = WarmupPlan(BiasBudget(), None, False, True, noise), dynamics.step_error(coupling(1.0))
     assert plan.tolerance(error, order) == tolerance
-    assert plan._replace(rule=BiasBudget(0.2)).tolerance(error, order) == 0.2
+    assert plan._replace(budget=BiasBudget(0.2)).tolerance(error, order) == 0.2
 
 
 def test_bias_of_euler_is_that_of_its_recursion():

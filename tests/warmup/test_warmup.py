@@ -112,7 +112,7 @@ def test_noise_that_rules_the_step_is_named():
     words, mcmc = expectations(SGLD(noisy_mean), y, 2)
     assert words == ""
     learned = mcmc.last_state.learned
-    assert learned.reference is not None and learned.measurements.noise < 1e-3
+    assert learned.reference is not None and learned.figures.noise < 1e-3
 
 
 def curved(x, y, subsample_size):
