@@ -24,22 +24,27 @@ def vectorized(kernel: Any, num_warmup: int, num_samples: int, num_chains: int, 
     return MCMC(kernel, chain_method="vectorized", progress_bar=progress_bar, **settings)
 
 
-def repeats(make: Callable[[Any], Any], *, start: Callable | None = None, **settings: Any) -> Callable:
-    """A function of a step size and of seeds, compiled once for all: draws of ``z`` and the median seconds of a run.
+def repeats(make: Callable, *, start: Callable | None = None, adapts: bool = False, **settings: Any) -> Callable:
+    """A function of a step size and of seeds: draws of ``z`` and the median seconds of a run.
 
-    ``make`` returns a kernel from a step size, which is traced; ``start`` starting particles from a key. Draws are
-    ``(seed, particle, draw, ...)``.
+    ``make`` returns a kernel from a step size; ``start`` starting particles from a key. Draws are
+    ``(seed, particle, draw, ...)``. One program serves all steps, unless a kernel ``adapts`` something in its warmup,
+    which runs outside of compiled programs.
     """
 
-    @jax.jit
-    def one(step, seed):
-        mcmc = vectorized(make(step), **settings)
+    def drawn(mcmc, seed):
         key = random.key(seed)
         mcmc.run(key, init_params=None if start is None else {"z": start(random.fold_in(key, 1))})
         return mcmc.get_samples(group_by_chain=True)["z"]
 
+    traced = jax.jit(lambda step, seed: drawn(vectorized(make(step), **settings), seed))
+
     def run(step, seeds):
         draws, seconds = [], []
+        one = traced
+        if adapts:
+            mcmc = vectorized(make(float(step)), progress_bar=True, **settings)
+            one = lambda _, seed: drawn(mcmc, seed)  # noqa: E731
         for seed in seeds:
             began = time.perf_counter()
             draws.append(np.asarray(one(jnp.float32(step), seed), float))

@@ -4,6 +4,7 @@ points each; the regression sets of its Tables 3 and 4 with their splits; and ho
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 import time
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ import numpy as np
 import optax
 
 from numpyro.contrib.einstein import SVGD as NumPyroSVGD, RBFKernel
+from numpyro.infer import MCMC
 from numpyro.optim import Adagrad, Adam
 
 from benchmarks.harness.runs import vectorized, warmup_gradients
@@ -29,6 +31,15 @@ from numpyro_repulsion.interactions import median_bandwidth
 PARTICLES, BATCH, UPDATES, NUM_STEPS = 20, 100, 2000, 10
 #: Nothing set: how many iterations of 200 are warmup.
 WARMUP = 160
+MINIBATCHED = partial(network, subsample_size=BATCH)
+
+
+class Method(NamedTuple):
+    """A fit ``(step, key, X, y) -> draws``, and the steps it is tried with."""
+
+    fit: Callable
+    steps: tuple[float, ...] = ()
+    adapts: bool = False  # whether its warmup learns something, outside of compiled programs
 
 
 @dataclass(frozen=True)
@@ -53,27 +64,39 @@ def start(key: jax.Array, inputs: int, hidden: int = 50) -> dict[str, jax.Array]
     }
 
 
-def sampled(kernel, key, X, y, num_warmup: int, init_params=None):
-    mcmc = vectorized(kernel, num_warmup, UPDATES // NUM_STEPS - num_warmup, PARTICLES)
-    mcmc.run(key, X, y, subsample_size=BATCH, init_params=init_params)
+def runner(kernel, num_warmup: int) -> MCMC:
+    """Runs of a kernel; those that adapt something share programs between all data of a shape."""
+    num_samples = UPDATES // NUM_STEPS - num_warmup
+    return vectorized(kernel, num_warmup, num_samples, PARTICLES, progress_bar=True, jit_model_args=True)
+
+
+def sampled(mcmc: MCMC, key, X, y, init_params=None):
+    mcmc.run(key, X, y, init_params=init_params)
     return mcmc.get_samples(group_by_chain=True)
 
 
-def by_hand(kernel, *, last: bool = False, **settings):
+def by_hand(kernel, steps, *, last: bool = False, **settings):
     """A kernel with a given step on plain minibatches; of an optimizer of the cloud the ``last`` one."""
+    adapts = isinstance(settings.get("interaction"), MedianRBF)
+
+    def made(step):
+        settings_of_all = {"gradient": Subsampled(), "num_steps": NUM_STEPS}
+        return runner(kernel(MINIBATCHED, step_size=step, **settings_of_all, **settings), UPDATES // NUM_STEPS // 2)
+
+    mcmc_of = cache(made) if adapts else made
 
     def fit(step, key, X, y):
         start_key, key = random.split(key)
-        made = kernel(network, step_size=step, gradient=Subsampled(), num_steps=NUM_STEPS, **settings)
-        draws = sampled(made, key, X, y, UPDATES // NUM_STEPS // 2, start(start_key, X.shape[1]))
+        draws = sampled(mcmc_of(step), key, X, y, start(start_key, X.shape[1]))
         return jax.tree.map(lambda x: x[:, -1:], draws) if last else draws
 
-    return fit
+    return Method(fit, steps, adapts)
 
 
 def nothing_set(kernel, **settings):
     """A kernel with its own start and its defaults, but for the settings given."""
-    return Method(lambda step, key, X, y: sampled(kernel(network, **settings), key, X, y, WARMUP))
+    mcmc = runner(kernel(MINIBATCHED, **settings), WARMUP)
+    return Method(lambda step, key, X, y: sampled(mcmc, key, X, y), adapts=True)
 
 
 def adam_ensemble(step, key, X, y):
@@ -125,13 +148,6 @@ def numpyro_svgd(step, key, X, y):
     return {name.removesuffix("_auto_loc"): value[:, None] for name, value in svgd.get_params(state).items()}
 
 
-class Method(NamedTuple):
-    """A fit ``(step, key, X, y) -> draws``, and the steps it is tried with."""
-
-    fit: Callable
-    steps: tuple[float, ...] = ()
-
-
 #: Of SGLD's scale; a step of time goes as far as its square over two does there.
 STEPS = (1e-7, 3e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
 TIMES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
@@ -141,12 +157,12 @@ RATES_OF_ADAM = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
 
 METHODS = {
-    "SGLD": Method(by_hand(SGLD, interaction=Independent(), dynamics=Overdamped(integrator="euler")), STEPS),
-    "SGLD+R": Method(by_hand(SGLDR, interaction=MedianRBF()), STEPS),
-    "SGHMC+R": Method(by_hand(SGHMCR, interaction=MedianRBF()), TIMES),
-    "SVGD": Method(by_hand(SVGD, interaction=MedianRBF(), last=True), STEPS),
-    "SVGD, Adagrad": Method(by_hand(SVGD, interaction=MedianRBF(), dynamics=ADAGRAD, last=True), RATES),
-    "20 networks, Adagrad": Method(by_hand(SVGD, interaction=Independent(), dynamics=ADAGRAD, last=True), RATES),
+    "SGLD": by_hand(SGLD, STEPS, interaction=Independent(), dynamics=Overdamped(integrator="euler")),
+    "SGLD+R": by_hand(SGLDR, STEPS, interaction=MedianRBF()),
+    "SGHMC+R": by_hand(SGHMCR, TIMES, interaction=MedianRBF()),
+    "SVGD": by_hand(SVGD, STEPS, interaction=MedianRBF(), last=True),
+    "SVGD, Adagrad": by_hand(SVGD, RATES, interaction=MedianRBF(), dynamics=ADAGRAD, last=True),
+    "20 networks, Adagrad": by_hand(SVGD, RATES, interaction=Independent(), dynamics=ADAGRAD, last=True),
     "NumPyro's SVGD": Method(numpyro_svgd, RATES),
     "20 MAP networks": Method(lambda *args: jax.tree.map(lambda x: x[:, None], adam_ensemble(*args)), RATES_OF_ADAM),
     "20 MAP networks, Laplace in the last layer": Method(last_layer_laplace, RATES_OF_ADAM),
@@ -173,7 +189,7 @@ def gradients(name: str, label: str) -> dict:
 
 
 class Fits:
-    """Fits of one set by all steps at once, compiled once for all splits."""
+    """Fits of one set by all steps, compiled once for all splits; at once, unless warmup learns something."""
 
     def __init__(self):
         self.programs = {}
@@ -186,10 +202,18 @@ class Fits:
         began = time.perf_counter()
         if kind not in self.programs:
 
-            def program(steps, key, X, y, X_test, y_test):
-                return jax.vmap(lambda step: score(METHODS[label].fit(step, key, X, y), X_test, y_test))(steps)
+            def one(step, key, X, y, X_test, y_test):
+                return score(METHODS[label].fit(step, key, X, y), X_test, y_test)
 
-            self.programs[kind] = jax.jit(program).lower(*arguments).compile()
+            def one_by_one(steps, *rest):
+                found = [one(float(step), *rest) for step in steps]
+                return jax.tree.map(lambda *x: jnp.stack(x), *found)
+
+            if METHODS[label].adapts:
+                self.programs[kind] = one_by_one
+                one_by_one(*arguments)
+            else:
+                self.programs[kind] = jax.jit(jax.vmap(one, (0, *(None,) * 5))).lower(*arguments).compile()
         ready = time.perf_counter()
         scores = jax.block_until_ready(self.programs[kind](*arguments))
         scores = {name: np.asarray(value, float) for name, value in scores.items()}

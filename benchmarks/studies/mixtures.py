@@ -154,7 +154,7 @@ def alone(at, make, score, runs):
     """Protocol (d): a row of a kernel with nothing set."""
     if at["sampler"].startswith("NumPyro"):
         runs = runs | {"num_warmup": 500, "num_samples": 500, "thinning": 10}
-    draws, seconds = repeats(lambda step: make(), **runs)(0.0, range(REPEATS))
+    draws, seconds = repeats(lambda step: make(), adapts=True, **runs)(0.0, range(REPEATS))
     return at | {"protocol": "d", "seconds": seconds} | summarize(draws, score)
 
 
@@ -162,8 +162,10 @@ def hand_set(record, at, make, score, runs):
     """Protocols (a) and (b) of one kernel."""
     name, target, size = at["sampler"], at["target"], at["particles"]
     last, tuning = name == "SVGD", 8 if size == 100 else 32
-    # Compiled where a row asks for it, once for each bandwidth.
-    programs = {h: repeats(lambda step, h=h: make(step, h), **runs) for h in BANDWIDTHS}
+    # Compiled where a row asks for it, once for each bandwidth; the rule's is learned.
+    programs = {
+        h: repeats(lambda step, h=h: make(step, h), adapts=h is None and name in REPULSIVE, **runs) for h in BANDWIDTHS
+    }
 
     def trial(h):
         draws = [programs[h](step, TUNING_SEED + np.arange(tuning))[0] for step in GRID]

@@ -34,6 +34,9 @@ class StepConstants:
     #: Effective draws of each particle for which, in a short run, the scale of many effects may be moved by more. Of n
     #: in all, R-hat of L particles is about √(1 + 2L/n), so 1.05.
     draws: float = 20.0
+    #: With fewer effective draws in all along most coordinates, even after a longer step, minibatches keep the budget:
+    #: such a run tells nothing but of what moves fast, and that would be biased.
+    least: float = 20.0
     #: The share of the limit of stability at typical particles up to which a short run may raise the step.
     stable: float = 0.5
     #: The step if nothing could be measured, as for particles that do not move, in steps of the arrival.
@@ -206,16 +209,18 @@ def _with_step_size(rng, window, warmup, cloud, sampler):
         return updates * error.relaxation_rate(variance) / 2.0
 
     of_widest, gained = draws_per_step(variance), draws_per_step(_variance_to_cross(window, warmup, sampler))
-    gains = _gains_draws(window, warmup, sampler)
+    longest_of_short_run = np.minimum(
+        error.stability_limit(stats._replace(largest=stats.curvature)) * STEP.stable,
+        error.max_step_for_short_run(stats, gained),
+    )
+    is_in_vain = plan.is_noisy and gained * longest_of_short_run < STEP.least
+    gains = _gains_draws(window, warmup, sampler) and not is_in_vain
     wanted = np.maximum(plan.budget.min_draws, STEP.draws * size) if gains and plan.budget.min_draws else 0.0
     step_size = plan.budget.step_size(
         max_step_for_bias=_longest_within_bias(
             rng, window, warmup, cloud, sampler, error, stats, needed=wanted / of_widest
         ),
-        max_step_for_short_run=np.minimum(
-            error.stability_limit(stats._replace(largest=stats.curvature)) * STEP.stable,
-            error.max_step_for_short_run(stats, gained),
-        ),
+        max_step_for_short_run=longest_of_short_run,
         stability_limit=error.stability_limit(stats),
         # With draws for any step, none is raised.
         draws_per_step=gained if gains else np.inf,
