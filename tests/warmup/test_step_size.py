@@ -1,6 +1,7 @@
 """The step of a budget of bias, against recursions and long runs."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from numpyro_repulsion.dynamics import Cloud, CurvatureStats, Dynamics, Overdamp
 from numpyro_repulsion.dynamics.step_error import EulerError
 from numpyro_repulsion.interactions import Coupling, Laplacian, RandomGroups, base
 from numpyro_repulsion.kernels.warmup_host import HostSampler
-from numpyro_repulsion.warmup import Preconditioner, Timetable, Window
+from numpyro_repulsion.warmup import Preconditioner, Timetable, Window, step_size as step_size_module
 from numpyro_repulsion.warmup.bandwidth import measure_steepness
 from numpyro_repulsion.warmup.learned import diagnose_warmup
 from numpyro_repulsion.warmup.state import ArrivalState, WarmupPlan, WarmupState
@@ -338,9 +339,9 @@ class Sampler(NamedTuple):
         return cloud
 
 
-def tune(gradients, u, has_noise=False, **fields):
+def tune(gradients, u, has_noise=False, min_draws=0.0, **fields):
     """What is known of the step at the end of a warmup, given the gradients of cases."""
-    plan = WarmupPlan(BiasBudget(0.1, min_draws=0.0), None, False, has_reference=has_noise, is_noisy=has_noise)
+    plan = WarmupPlan(BiasBudget(0.1, min_draws), None, False, has_reference=has_noise, is_noisy=has_noise)
     cloud = Cloud(u, np.zeros(u.shape[:2], np.float32), next(iter(gradients([(0, u, 0)]))), ())
     warmup = WarmupState.start(100, Preconditioner(), 1e-3, jnp.asarray(jnp.nan), cloud, plan)
     moments = warmup.moments.add(*(x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient)))
@@ -360,6 +361,24 @@ def test_where_no_curvature_is_met_the_step_follows_from_the_spread():
     arrival = ArrivalState(jnp.array([[0.1, 0.4, 0.1, 0.4, 0.1, 0.4]]), jnp.zeros((1, 6), bool), None)
     found = tune(cone, np.ones((1, 6, 3), np.float32), arrival=arrival)
     np.testing.assert_allclose(found.step_size, 0.02, rtol=1e-5)
+
+
+@pytest.mark.parametrize("variance", [20.0, 1000.0])
+def test_with_minibatches_no_step_is_raised_in_vain(variance, monkeypatch):
+    variances = np.array([1.0, variance, variance], np.float32)
+    u = variances**0.5 * numbers(0, (1, 6, 3))
+
+    def is_raised():
+        of_budget, found = (
+            tune(lambda cases: (u / variances for _, u, _ in cases), u, has_noise=True, min_draws=least).step_size
+            for least in (0.0, 200.0)
+        )
+        return found > 1.01 * of_budget
+
+    # In 6,000 updates the wide directions have some three draws for each unit of time, and the less wide ones 150.
+    assert is_raised() == (variance < 100)
+    monkeypatch.setattr(step_size_module, "STEP", replace(step_size_module.STEP, least=0.0))
+    assert is_raised()
 
 
 @pytest.mark.parametrize(("corrected", "order"), [(0.1, 1), (10.0, 0)])
