@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
+import json
 import logging
 from typing import Any, NamedTuple
 import warnings
@@ -384,11 +385,12 @@ def group_findings(posterior: Any, slow: Collection[str]) -> list[Finding]:
 def _shifted_scales(posterior, pairs):
     """Return a finding about scales that the inflation δ of their effects' variances shifts.
 
-    Of an effect with posterior variance s² (1 - c), c is the share that the data determine. The score of log s is
-    Σ x²/s² - n, so log s moves by δ Σ(1 - c) / √(2 Σ c²) of its standard deviations, harmless for ten effects and not
-    for thousands.
+    Of an effect with posterior variance s² (1 - h), h is the share that the data determine. In coordinates that center
+    it by c, δ adds δ (c - h) to the score of log s, which so moves by δ Σ(c - h) / √(2 Σ h²) of its standard
+    deviations: harmless for ten effects and not for thousands, unless c is h.
     """
     inflation = float(posterior.attrs.get("step_size_mean_bias", np.nan))
+    centered = json.loads(posterior.attrs.get("centering_means", "{}"))
     shifts = {}
     for pair in pairs:
         if pair.correlation > 0.0 and pair.levels > FEW_LEVELS and inflation > 0.0:
@@ -398,7 +400,8 @@ def _shifted_scales(posterior, pairs):
             shares = np.clip(1.0 - variances / np.mean(_flat(posterior[pair.scale]) ** 2), 0.0, 1.0)
             information = 2.0 * np.sum(shares**2)
             if information > 1.0:
-                shifts[pair] = float(inflation * np.sum(1.0 - shares) / np.sqrt(information))
+                excess = np.sum(centered.get(pair.effects, 1.0) - shares)
+                shifts[pair] = float(inflation * np.abs(excess) / np.sqrt(information))
     large = {pair: shift for pair, shift in shifts.items() if shift > MAX_SHIFT}
     if not large:
         return []

@@ -1,5 +1,7 @@
 """Groups of effects and their scales, named from draws."""
 
+import json
+
 from jax import random
 import jax.numpy as jnp
 from models import vectorized
@@ -79,7 +81,7 @@ def test_odd_draws_are_passed_over():
     assert not group_findings(posterior(s=one), SLOW)
 
 
-def effects_of(levels, share, inflation):
+def effects_of(levels, share, inflation, centered=1.0):
     """A scale of 1 that the effects determine, and effects of which the data determine a share."""
     rng = np.random.default_rng(0)
     scale = np.exp(rng.standard_normal(4000) / (2 * levels * share**2) ** 0.5)
@@ -87,7 +89,7 @@ def effects_of(levels, share, inflation):
     found = posterior(
         s=scale, effects=scale[:, None] * (place + (1 - share) ** 0.5 * rng.standard_normal((4000, levels)))
     )
-    found.attrs["step_size_mean_bias"] = inflation
+    found.attrs |= {"step_size_mean_bias": inflation, "centering_means": json.dumps({"effects": centered})}
     return found
 
 
@@ -98,6 +100,9 @@ def test_a_scale_that_many_effects_shift_is_named():
     assert "BiasBudget(0.0" in found.remedy
     for levels, share, inflation in ((20, 0.3, 0.03), (2000, 0.9, 0.02), (2000, 0.3, 0.001), (2000, 0.3, np.nan)):
         assert not group_findings(effects_of(levels, share, inflation), set())
+    # Centered by their share they shift nothing, and standardized they do.
+    assert not group_findings(effects_of(2000, 0.3, 0.04, centered=0.32), set())
+    assert group_findings(effects_of(2000, 0.3, 0.04, centered=0.0), set())
 
 
 def users(user, y, number):
@@ -109,8 +114,11 @@ def users(user, y, number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "rows", "order"), [(1000, 10, 1), (1000, 10, None), (20, 500, None)])
-def test_the_shift_is_that_of_a_run(number, rows, order):
+@pytest.mark.parametrize(
+    ("number", "rows", "order", "reparam"),
+    [(1000, 10, 1, None), (1000, 10, 1, "auto"), (1000, 10, None, "auto"), (20, 500, None, "auto")],
+)
+def test_the_shift_is_that_of_a_run(number, rows, order, reparam):
     rng = np.random.default_rng(0)
     y = (0.3 * rng.standard_normal((number, 1)) + rng.standard_normal((number, rows))).astype(np.float32)
     # By quadrature: means of users are N(0, s² + 1 / rows).
@@ -121,12 +129,12 @@ def test_the_shift_is_that_of_a_run(number, rows, order):
     weight /= weight.sum()
     mean = weight @ t
     sd = (weight @ (t - mean) ** 2) ** 0.5
-    mcmc = vectorized(SGLD(users, gradient=ControlVariates(order=order)), 500, 500, 20)
+    mcmc = vectorized(SGLD(users, gradient=ControlVariates(order=order), reparam=reparam), 500, 500, 20)
     mcmc.run(random.key(0), jnp.repeat(jnp.arange(number), rows), jnp.asarray(y.ravel()), number)
     shift = (np.log(np.asarray(mcmc.get_samples()["s"], float)).mean() - mean) / sd
     found = [finding for finding in diagnose(mcmc) if finding.name == "many_effects"]
-    if order == 1:
+    if reparam is None:
         assert shift > 0.5 and found and found[0].figure == pytest.approx(shift, rel=0.4)
     else:
-        # Control variates of second order leave nothing to name.
+        # Centering by the share, as control variates of second order, leaves nothing to name.
         assert abs(shift) < 0.2 and not found

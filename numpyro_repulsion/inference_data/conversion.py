@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+import json
 from typing import Any
 import warnings
 
@@ -275,6 +276,7 @@ def _attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) 
     biases = (-1.0, -1.0) if known is None else (float(known.bias), float(known.mean_bias))
     bias, mean_bias = (np.nan if x < 0.0 or is_other else x for x in biases)
     coupling, num_independent = coupling_of(mcmc)
+    centering, centering_means = _centering(state)
     order = "none" if reference is None else "first order" if reference.hessian is None else "second order"
     return {
         "created_at": datetime.now(UTC).isoformat(),
@@ -288,7 +290,8 @@ def _attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) 
         "gradient": repr(bound_of(mcmc).gradient),
         "control_variates": order,
         "minibatches": ", ".join(f"{size} of {total} {name}" for name, (total, size) in plates.items()),
-        "centering": _centering(state),
+        "centering": centering,
+        "centering_means": json.dumps(centering_means),
         "preconditioner": "None" if kernel.preconditioner is None else str(kernel.preconditioner),
         "step_size_rule": "schedule" if callable(kernel.step_size) else repr(kernel.step_size),
         "step_size": float(np.ravel(state.step_size)[0]),
@@ -326,13 +329,14 @@ def _of_momenta(kernel, state):
 
 
 def _centering(state):
-    """Return by how much hierarchical sites are centered, in words; empty if all sites are as in the model."""
+    """Return by how much hierarchical sites are centered, in words and on average; nothing if as in the model."""
     centering = state.learned.centering
     if centering is None:
-        return ""
+        return "", {}
     shares = ravel_cloud(state.z)[1](centering.share)
-    ranges = {name: (float(x.min()), float(x.max())) for name, x in shares.items() if x.size and (x != 1.0).any()}
-    return ", ".join(f"{name} {low:.2f} to {high:.2f}" for name, (low, high) in ranges.items())
+    shares = {name: np.asarray(x, float) for name, x in shares.items() if x.size and (x != 1.0).any()}
+    words = ", ".join(f"{name} {x.min():.2f} to {x.max():.2f}" for name, x in shares.items())
+    return words, {name: float(x.mean()) for name, x in shares.items()}
 
 
 def named_draws(samples: Any) -> dict[str, Any]:
