@@ -39,15 +39,14 @@ def integers_below(key: jax.Array, shape: tuple[int, ...], size: int) -> jax.Arr
     return _upper_word(high, size) + (carried < lower).astype(jnp.uint32)
 
 
-def signs(key: jax.Array, shape: tuple[int, ...], dtype=float, number: jax.Array | int = 0) -> jax.Array:
-    """Return 1 and -1 that depend on the key, a number, and the place in the array.
+def signs(key: jax.Array, shape: tuple[int, ...], dtype=float) -> jax.Array:
+    """Return 1 and -1 that depend on the key and the place in the array.
 
     By a hash, and no generator that would have to be compiled: for choices that need not be independent, such as those
     of directions to measure.
     """
     words = random.key_data(key).astype(jnp.uint32).ravel()
     bits = jnp.arange(math.prod(shape), dtype=jnp.uint32) * np.uint32(0x9E3779B1)
-    bits ^= jnp.asarray(number, jnp.uint32) * np.uint32(0xC2B2AE3D)
     for word, shift, factor in zip(words[:2], (16, 15), (0x7FEB352D, 0x846CA68B), strict=True):
         bits += word * np.uint32(0x85EBCA6B)
         bits = (bits ^ (bits >> np.uint32(shift))) * np.uint32(factor)

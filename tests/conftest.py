@@ -28,11 +28,6 @@ from numpyro.infer import init_to_uniform  # noqa: E402
 from numpyro_repulsion import SGLD, SGLDR, to_inference_data  # noqa: E402
 from numpyro_repulsion.gradients import ModelTarget  # noqa: E402
 
-try:
-    from jax import enable_x64
-except ImportError:  # an older JAX
-    from jax.experimental import enable_x64
-
 
 class Precision:
     """Programs are dropped between tests with ``x64`` and tests without it, and kept from one such test to the next.
@@ -86,7 +81,7 @@ def trim():
 @pytest.fixture
 def x64():
     """64-bit arithmetic in the test that asks for it."""
-    with enable_x64(True):
+    with jax.enable_x64(True):
         yield
 
 
