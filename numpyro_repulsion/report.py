@@ -271,8 +271,9 @@ def _of_strays(posterior):
 
 
 def _diverged(posterior):
-    """Return which particles have left the others or stand still."""
-    return np.atleast_1d(posterior.coords["diverged_chains"].values)
+    """Return which particles have left the others or stand still; none where draws of others do not say."""
+    known = posterior.coords.get("diverged_chains")
+    return np.zeros(posterior.sizes["chain"], bool) if known is None else np.atleast_1d(known.values)
 
 
 def _of_widths(posterior):
@@ -454,7 +455,7 @@ def _headline(attributes, sd):
     text = f"{attributes['algorithm']}: {count} particle{'s' * (count > 1)} in {ensembles} "
     text += f"ensemble{'s' * (ensembles > 1)}, {attributes['num_steps']} updates of size {attributes['step_size']:.3g}"
     text += " (adapted in warmup)" * (attributes["step_size_measured"] == "true") + " per draw"
-    if (order := attributes["control_variates"]) != "none":
+    if (order := attributes.get("control_variates", "none")) != "none":
         text += f", {order.replace(' ', '-')} control variates"
     if sd is not None:
         size = "below 0.1" if sd < 0.0005 else f"at most {100 * sd:.1f}"

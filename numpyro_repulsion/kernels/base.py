@@ -311,7 +311,7 @@ class ParticleKernel(Settings, MCMCKernel):
             begun = self._programs(
                 initialization.start,
                 bound,
-                (num_warmup, how, bound.hessian_units()),
+                initialization.StartSettings(num_warmup, how, bound.hessian_units()),
                 rng_key,
                 init_params,
                 posterior_id,

@@ -53,6 +53,14 @@ class StartConstants:
 START = StartConstants()
 
 
+class StartSettings(NamedTuple):
+    """What a start depends on beside the run's kernel and data; static."""
+
+    num_warmup: int
+    how: Frozen | None  # how to freeze the start at once, if there is nothing to learn
+    units: Units | None  # of the Hessian, if there is one
+
+
 class Start(NamedTuple):
     """The start of a run."""
 
@@ -64,15 +72,13 @@ class Start(NamedTuple):
 
 def start(
     bound: BoundSampler,
-    settings: tuple[int, Frozen | None, Units | None],
+    settings: StartSettings,
     rng_key: jax.Array,
     init_params: Particle | None,
     posterior_id: Any,
 ) -> Start:
     """Start particles, each with a key.
 
-    :param settings: the number of iterations of warmup; how to freeze the start at once, if there is nothing to learn;
-        and the units of the Hessian, if there is one; static.
     :param posterior_id: what tells the posterior from others, or ``None``.
     """
     (num_warmup, how, units), kernel, target = settings, bound.kernel, bound.target
@@ -99,19 +105,9 @@ def start(
             z = {name: z[name].astype(site.dtype) for name, site in target.prototype.items()}
         flat, energy, gradient = evaluate(gradient_key, z)
     is_noisy = bound.gradient.is_noisy(target)
-    is_arrow = units is not None and units.sites
-    automatic = "arrow" if is_arrow else automatic_scale(flat.shape[1], size, num_warmup, kernel.num_steps, is_noisy)
-    plan = bound.plan(automatic)
-    if plan.kind == "arrow" and not is_arrow:
-        raise ValueError(
-            "preconditioner='arrow' needs a model of more than 512 parameters with subsampled plates and control "
-            "variates of second order, in which one group of effects has a block-diagonal Hessian beside at most 1,024 "
-            "other parameters; no such group was found. Use preconditioner='auto'."
-        )
-    if num_warmup > 0 and plan.kind is not None:
-        change = first_scale(flat, gradient, plan.kind, units)
-    else:
-        change = _given_preconditioner(kernel.scale, flat)
+    automatic = automatic_scale(flat.shape[1], size, num_warmup, kernel.num_steps, is_noisy)
+    plan = bound.plan("arrow" if units is not None and units.sites else automatic)
+    change = _first_scales(kernel, plan, settings, flat, gradient)
     # All else is zero or one as yet; of products with constant zeros, XLA makes NaN on some CPUs.
     own = change._replace(vectors=None, stretch=None, root=None)
     u, whitened_energy, gradient = map(grouped, (own.whiten(flat), energy, own.whiten_gradient(gradient)))
@@ -126,12 +122,8 @@ def start(
     if num_warmup > 0 and bound.moves is not None and size >= bound.moves.min_particles:
         jumps = bound.moves.start(cloud, num_warmup, plan.kind == "dense")
     first = 1e-3 if kernel.schedule is None else kernel.schedule(0)
-    learns = num_warmup > 0 and kernel.reparam is not None and plan.budget is not None and plan.kind is not None
-    suits = (
-        size >= CENTERING.particles and kernel.dynamics.is_sampler and not plan.has_given_moves and plan.epoch is None
-    )
-    has_hierarchies = bool(target.location_scale or target.num_products)
-    centering = Centering.none(target, u.shape[2], u.dtype) if learns and suits and has_hierarchies else None
+    may_center = num_warmup > 0 and size >= CENTERING.particles and _may_center(kernel, plan, target)
+    centering = Centering.none(target, u.shape[2], u.dtype) if may_center else None
     data_fingerprint = None
     if num_warmup > 0:
         # At the largest |U| its terms hardly cancel, so rounding errors are small compared with it.
@@ -152,7 +144,18 @@ def start(
     return Start(state if how is None else freeze(bound, how, state, None), z, cloud, eigenvalue)
 
 
-def _given_preconditioner(scale, flat):
+def _first_scales(kernel, plan, settings, flat, gradient):
+    """Return scales that are learned later, from starts and gradients there; or those that the user gave."""
+    units = settings.units
+    if plan.kind == "arrow" and (units is None or not units.sites):
+        raise ValueError(
+            "preconditioner='arrow' needs a model of more than 512 parameters with subsampled plates and control "
+            "variates of second order, in which one group of effects has a block-diagonal Hessian beside at most 1,024 "
+            "other parameters; no such group was found. Use preconditioner='auto'."
+        )
+    if settings.num_warmup > 0 and plan.kind is not None:
+        return first_scale(flat, gradient, plan.kind, units)
+    scale = kernel.scale
     if scale is None or isinstance(scale, str):
         return Preconditioner()
     if scale.shape[0] != flat.shape[1]:
@@ -161,6 +164,16 @@ def _given_preconditioner(scale, flat):
             f"expected ({flat.shape[1]},) or ({flat.shape[1]}, {flat.shape[1]})."
         )
     return Preconditioner(jnp.asarray(scale, flat.dtype))
+
+
+def _may_center(kernel, plan, target):
+    """Return whether warmup may center hierarchical sites partly: where it measures the step and learns scales."""
+    learns = kernel.reparam is not None and plan.budget is not None and plan.kind is not None
+    # Jumps, and references of each particle, are in the coordinates of the model.
+    moves_apart = plan.has_given_moves or plan.epoch is not None
+    return (
+        learns and kernel.dynamics.is_sampler and not moves_apart and bool(target.location_scale or target.num_products)
+    )
 
 
 def _smallest_eigenvalue(interaction, u, bandwidth):
