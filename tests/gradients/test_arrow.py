@@ -238,6 +238,6 @@ def test_the_scale_of_many_effects_is_that_of_quadrature():
         mcmc = run(kernel, *data, num_warmup=400, num_samples=1000, num_chains=20)
         assert (mcmc.last_state.learned.preconditioner.kind == "arrow") == (order is None)
         errors[order] = (np.log(mcmc.get_samples()["scale"]).mean() - expected) / sd
-    # A tenth of a standard deviation is what the step allows. First order is off by 0.9 where effects are centered, and by
-    # 0.1 where they are centered by their share.
+    # A tenth of a standard deviation is what the step allows. First order is off by 0.9 where effects are centered, and
+    # by 0.1 where they are centered by their share.
     assert abs(errors[None]) < 0.1 < abs(errors[1]), errors
