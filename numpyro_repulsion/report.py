@@ -271,7 +271,7 @@ def _of_strays(posterior):
 
 
 def _diverged(posterior):
-    """Return which particles have left the others or stand still; none where draws of others do not say."""
+    """Return which particles have left the others or stand still; none if results made elsewhere do not say."""
     known = posterior.coords.get("diverged_chains")
     return np.zeros(posterior.sizes["chain"], bool) if known is None else np.atleast_1d(known.values)
 
@@ -387,7 +387,8 @@ def _shifted_scales(posterior, pairs):
 
     Of an effect with posterior variance s² (1 - h), h is the share that the data determine. In coordinates that center
     it by c, δ adds δ (c - h) to the score of log s, which so moves by δ Σ(c - h) / √(2 Σ h²) of its standard
-    deviations: harmless for ten effects and not for thousands, unless c is h.
+    deviations: harmless for ten effects and not for thousands, unless c is h. Effects that
+    are no site of the model count as centered.
     """
     inflation = float(posterior.attrs.get("step_size_mean_bias", np.nan))
     centered = json.loads(posterior.attrs.get("centering_means", "{}"))

@@ -37,8 +37,8 @@ class BiasBudget:
     :param tolerance: δ, the tolerated relative inflation of a posterior variance. ``"auto"`` is 0.01 if the bias of the
         integrator is second order in ε and gradients take all rows, or minibatches with control variates of second
         order, and otherwise 0.05; with an arrow as preconditioner 0.01 on average over directions, and 0.05 for any.
-    :param min_draws: the least ESS of a run as long as its warmup, if necessary by a larger step size. With 0 the step
-        size always keeps the tolerance.
+    :param min_draws: the least ESS of a run as long as its warmup, if necessary by a larger step size; with minibatches
+        only if that gives 20. With 0 the step size always keeps the tolerance.
     :raises ValueError: unless 0 < δ < 1, and ``min_draws`` is 0 or above.
 
     **References:**

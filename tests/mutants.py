@@ -161,7 +161,7 @@ momenta never turn back with minibatches | kernels/iteration.py | test_turning |
 +if not self.plan.is_noisy:
 
 the shift of a scale without the information on it | report.py | test_groups | many
--np.sum(1.0 - shares) / np.sqrt(information))
+-np.abs(excess) / np.sqrt(information))
 +np.sum(1.0 - shares) / information)
 
 control variates without the slope at the reference | gradients/control.py | test_control | enumeration or energy

@@ -4,12 +4,13 @@ Programs that are timed are compiled first and then run in turns, so that what s
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 import statistics
 import time
 from typing import Any
 
 import jax
-from jax import random
+from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
 
@@ -24,6 +25,31 @@ def vectorized(kernel: Any, num_warmup: int, num_samples: int, num_chains: int, 
     return MCMC(kernel, chain_method="vectorized", progress_bar=progress_bar, **settings)
 
 
+class Runs:
+    """Runs of a kernel of this package, whose warmup has its own programs; one more samples, on all data of a shape.
+
+    Called with a key, the model's arguments and starts, it returns draws by site, ``(particle, draw, ...)``.
+    """
+
+    def __init__(self, kernel: Any, num_warmup: int, num_samples: int, num_chains: int):
+        self.kernel, self.num_warmup, self.num_chains = kernel, num_warmup, num_chains
+
+        def sampled(state, args):
+            def one(state, _):
+                state = kernel.sample(state, args, {})
+                return state, state.z
+
+            z = lax.scan(one, state, length=num_samples)[1]
+            draws = jax.vmap(jax.vmap(kernel.postprocess_fn(args, {})))(z)
+            return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), draws)
+
+        self.sampled = jax.jit(sampled)
+
+    def __call__(self, key: jax.Array, *args: Any, init_params: Any = None) -> dict[str, jax.Array]:
+        keys = random.split(key, self.num_chains)
+        return self.sampled(self.kernel.init(keys, self.num_warmup, init_params, args, {}), args)
+
+
 def repeats(make: Callable, *, start: Callable | None = None, adapts: bool = False, **settings: Any) -> Callable:
     """A function of a step size and of seeds: draws of ``z`` and the median seconds of a run.
 
@@ -32,22 +58,25 @@ def repeats(make: Callable, *, start: Callable | None = None, adapts: bool = Fal
     which runs outside of compiled programs.
     """
 
-    def drawn(mcmc, seed):
-        key = random.key(seed)
-        mcmc.run(key, init_params=None if start is None else {"z": start(random.fold_in(key, 1))})
-        return mcmc.get_samples(group_by_chain=True)["z"]
+    def drawn(runs, key):
+        return runs(key, init_params=None if start is None else {"z": start(random.fold_in(key, 1))})["z"]
 
-    traced = jax.jit(lambda step, seed: drawn(vectorized(make(step), **settings), seed))
+    @jax.jit
+    def traced(step, key):
+        mcmc = vectorized(make(step), **settings)
+
+        def runs(key, **starts):
+            mcmc.run(key, **starts)
+            return mcmc.get_samples(group_by_chain=True)
+
+        return drawn(runs, key)
 
     def run(step, seeds):
         draws, seconds = [], []
-        one = traced
-        if adapts:
-            mcmc = vectorized(make(float(step)), progress_bar=True, **settings)
-            one = lambda _, seed: drawn(mcmc, seed)  # noqa: E731
+        one = partial(drawn, Runs(make(float(step)), **settings)) if adapts else partial(traced, jnp.float32(step))
         for seed in seeds:
             began = time.perf_counter()
-            draws.append(np.asarray(one(jnp.float32(step), seed), float))
+            draws.append(np.asarray(one(random.key(seed)), float))
             seconds.append(time.perf_counter() - began)
         return np.stack(draws), statistics.median(seconds)
 

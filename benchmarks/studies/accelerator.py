@@ -23,7 +23,7 @@ import numpy as np
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import NUTS
 
-from benchmarks.harness.runs import through_mcmc, vectorized
+from benchmarks.harness.runs import Runs, through_mcmc, vectorized
 from benchmarks.harness.store import Record, table
 from benchmarks.problems.logistic_100k import data, newton, reference
 from benchmarks.problems.targets import bayesian_neural_network, logistic_regression
@@ -95,17 +95,21 @@ def million(name: str) -> dict:
     X, y = data(1_000_000, dimension, np.float32)
     mean, sd = reference(np.asarray(X, float), np.asarray(y, float))
     args = jnp.asarray(X), jnp.asarray(y)
-    # With a progress bar, the second run compiles nothing.
-    if name == "NUTS":
-        mcmc, kwargs = vectorized(NUTS(logistic_regression), 500, 500, 4, progress_bar=True), {}
-    else:
-        kernel = WHOLE[name](logistic_regression)
-        mcmc, kwargs = vectorized(kernel, 500, 1000, NUM_PARTICLES, progress_bar=True), {"subsample_size": 500}
+
+    @jax.jit
+    def nuts(key, X, y):
+        mcmc = vectorized(NUTS(logistic_regression), 500, 500, 4)
+        mcmc.run(key, X, y)
+        return mcmc.get_samples(group_by_chain=True)
+
+    # The second run compiles nothing.
+    run = nuts
+    if name != "NUTS":
+        run = Runs(WHOLE[name](partial(logistic_regression, subsample_size=500)), 500, 1000, NUM_PARTICLES)
     seconds = []
     for seed in range(2):
         began = time.perf_counter()
-        mcmc.run(random.key(seed), *args, **kwargs)
-        draws = np.asarray(mcmc.get_samples(group_by_chain=True)["beta"], float)
+        draws = np.asarray(run(random.key(seed), *args)["beta"], float)
         seconds.append(time.perf_counter() - began)
     row = {"seconds": seconds, "effective": float(np.min(effective_sample_size(draws)))}
     row["mean_error"] = float(np.abs((draws.mean((0, 1)) - mean) / sd).max())

@@ -154,7 +154,8 @@ def alone(at, make, score, runs):
     """Protocol (d): a row of a kernel with nothing set."""
     if at["sampler"].startswith("NumPyro"):
         runs = runs | {"num_warmup": 500, "num_samples": 500, "thinning": 10}
-    draws, seconds = repeats(lambda step: make(), adapts=True, **runs)(0.0, range(REPEATS))
+    adapts = not at["sampler"].startswith("NumPyro")
+    draws, seconds = repeats(lambda step: make(), adapts=adapts, **runs)(0.0, range(REPEATS))
     return at | {"protocol": "d", "seconds": seconds} | summarize(draws, score)
 
 

@@ -79,7 +79,7 @@ def lessons(axes, of):
     """Draw when warmup changes what it learns, if the arrival is not prolonged."""
     moves = ends(of, lambda x: x.moves_references)
     arrived, frozen = min(moves), max(moves)
-    rescues = [x for x in of if x.finds_lost and x.may_rescue]
+    rescues = [x for x in of if x.finds_lost and x.may_replace]
     begins, stops = (share * NUM_WARMUP for share in Basins.span)
     # (name, in both cases, with all rows only, with minibatches only, bars)
     rows = (

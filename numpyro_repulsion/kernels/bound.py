@@ -75,7 +75,7 @@ class Settings:
 def step_schedule(
     step_size: float | Callable | BiasBudget | str | None, dynamics: Dynamics, num_steps: int
 ) -> tuple[float | Callable | BiasBudget | str, Schedule | None]:
-    """Return the step size, or the rule by which warmup finds it; and a schedule, ``None`` with a rule."""
+    """Return the step size, or the budget by which warmup finds it; and a schedule, ``None`` with a budget."""
     if step_size is None:
         step_size = BiasBudget() if dynamics.default_step is None else dynamics.default_step
     if not isinstance(step_size, BiasBudget):
@@ -334,13 +334,13 @@ class BoundSampler:
             the preconditioner has from then on. Nothing but the entry ``kind`` of the plan depends on it.
         """
         kernel, plates = self.kernel, self.target.plates
-        rule = kernel.step_size if isinstance(kernel.step_size, BiasBudget) else None
+        budget = kernel.step_size if isinstance(kernel.step_size, BiasBudget) else None
         kind = kernel.scale if isinstance(kernel.scale, str) else None
         if kind == "auto":
             # A given step is that of plain SGLD.
-            kind = None if rule is None else automatic
+            kind = None if budget is None else automatic
         return WarmupPlan(
-            budget=rule,
+            budget=budget,
             kind=kind,
             learns_bandwidth=kernel.interaction.learns_bandwidth,
             has_reference=self.gradient.has_reference,

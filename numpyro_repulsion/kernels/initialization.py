@@ -54,7 +54,7 @@ START = StartConstants()
 
 
 class StartSettings(NamedTuple):
-    """What a start depends on beside the run's kernel and data; static."""
+    """What a start depends on besides the run's kernel and data; static."""
 
     num_warmup: int
     how: Frozen | None  # how to freeze the start at once, if there is nothing to learn
@@ -145,7 +145,7 @@ def start(
 
 
 def _first_scales(kernel, plan, settings, flat, gradient):
-    """Return scales that are learned later, from starts and gradients there; or those that the user gave."""
+    """Return the first of the scales that are learned, from starts and gradients there; or the given ones."""
     units = settings.units
     if plan.kind == "arrow" and (units is None or not units.sites):
         raise ValueError(
@@ -170,9 +170,12 @@ def _may_center(kernel, plan, target):
     """Return whether warmup may center hierarchical sites partly: where it measures the step and learns scales."""
     learns = kernel.reparam is not None and plan.budget is not None and plan.kind is not None
     # Jumps, and references of each particle, are in the coordinates of the model.
-    moves_apart = plan.has_given_moves or plan.epoch is not None
+    needs_model_coordinates = plan.has_given_moves or plan.epoch is not None
     return (
-        learns and kernel.dynamics.is_sampler and not moves_apart and bool(target.location_scale or target.num_products)
+        learns
+        and kernel.dynamics.is_sampler
+        and not needs_model_coordinates
+        and bool(target.location_scale or target.num_products)
     )
 
 

@@ -60,7 +60,7 @@ class Progress(NamedTuple):
     cloud: Cloud
     num_updates: Integer[Array, ""]
     flagged: Integer[Array, ...]  # how many updates were rejected, turned back or had a clipped gradient, ``(G, L)``
-    has_turned: Bool[Array, "*particles"]  # which were turned back in the last update, since the iteration began
+    has_turned: Bool[Array, "*particles"]  # which were turned back in the last update of this iteration
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,8 @@ class CloudMover:
         return Progress(cloud, now.num_updates + 1, flagged, turns)
 
     def with_references(self, cloud: Cloud, learned: Learned) -> Learned:
-        """Renew each particle's own reference, if its epoch is over or the data changed; reject a common one of others.
+        """Renew each particle's own reference, if its epoch is over or the data changed; reject a common one
+        of other data.
 
         A common reference is evaluated on other data before their run, by `ParticleKernel.resumed`. Where that was left
         out, and the data are constants of the program, its energy becomes NaN: every update is rejected, instead of

@@ -115,7 +115,7 @@ class HostSampler:
         return self._couple(u, self.state.warmup.bandwidth, is_new=True).bandwidth
 
     def best_bandwidth(self, u, rule, tolerance):
-        """Return the multiple of the rule's bandwidth that gains most."""
+        """Return the bandwidth, a multiple of the rule's, that gains most."""
         return self._run(warmup_programs.best_bandwidth, tolerance, u, rule)
 
     def gradients(self, warmup):
@@ -231,7 +231,8 @@ def warm(bound: BoundSampler, programs: Programs, options: dict[str, Any], state
 
 
 def iterations_of(bound: BoundSampler, state: WarmupRun) -> list[Callable[[WarmupRun], WarmupRun]]:
-    """Return the functions of the iterations of a warmup, while particles arrive and afterwards, for their identity."""
+    """Return the functions of the iterations of a warmup, while particles arrive and afterwards, which
+    identify a stored run."""
     plan, zero = bound.plan(state.warmup.preconditioner.kind), np.int32(0)
     info = WindowInfo(zero, zero, (zero, zero), np.False_, np.zeros((), state.warmup.step_size.dtype))
     both = (warmup_programs.arriving, warmup_programs.sampling) if plan.arrives else (warmup_programs.sampling,)

@@ -10,7 +10,7 @@ Afterwards, one iteration (`sampling`)
 2. makes a jump, if there are jumps, and the updates of the sampler (``iteration.py``), with what is learned so far,
 3. sets the bandwidth by its rule while scales are adapted; afterwards it adds to the sums of the symptoms instead.
 
-Both add to the moments of the window and to what the moves record, and count the mover. ``warmup_host.py`` calls
+Both add to the moments of the window and to what the moves record, and count the iteration. ``warmup_host.py`` calls
 these programs, window by window.
 """
 
@@ -123,7 +123,8 @@ class WarmupMover(CloudMover):
     def for_updates(self, warmup: WarmupState, limit: jax.Array | None) -> Learned:
         """Return what is learned so far, for updates of the sampler.
 
-        :param limit: from where on coordinates of noisy gradients are clipped; ``None`` if nothing is clipped.
+        :param limit: from where on coordinates of noisy gradients are clipped; ``None`` if nothing is clipped. Of exact
+            ones, only this counts.
         """
         if self.plan.kind is None or not self.plan.measures:
             limit = None
@@ -314,7 +315,7 @@ class Coupled(NamedTuple):
 
 
 def couple(bound: BoundSampler, _: None, u, bandwidth, is_new, key, seed) -> Coupled:
-    """Return the figures with a bandwidth, or if it is new with that of the rule, along the directions of a seed."""
+    """Return the figures at a bandwidth, or if it ``is_new`` at that of the rule, with random directions of a seed."""
     interaction = bound.kernel.interaction
     if interaction.learns_bandwidth:
         bandwidth = lax.cond(is_new, interaction.learn_bandwidth, lambda _: bandwidth, u)

@@ -108,7 +108,9 @@ def left_behind(energy: np.ndarray, dimension: int, noise: float = 0.0, in_basin
 
 
 def replace_lost(rng: Generator, particles: Tree, lost: np.ndarray) -> Tree:
-    """Put each lost particle in the place of a random other one, with all that belongs to it; or measure there instead.
+    """Put each lost particle in the place of a random other one, with all that belongs to it.
+
+    Measurements use it to leave lost particles out.
 
     :param particles: a pytree of arrays ``(G, L, ...)``.
     :param lost: ``(G, L)``; if all are lost, none moves.
@@ -135,12 +137,12 @@ def update_arrival(rng: Generator, window: Window, warmup: WarmupState, cloud: C
         lost = _lost(warmup, cloud, sampler)
         # At the end of the arrival they stay, and measurements leave them out. Later windows look again, and move them,
         # only if gradients are noisy.
-        if window.may_rescue:
-            arrival, cloud = _rescued(rng, window, arrival, cloud, lost)
-        arrival = arrival._replace(lost=lost & (not window.may_rescue))
+        if window.may_replace:
+            arrival, cloud = _replaced(rng, window, arrival, cloud, lost)
+        arrival = arrival._replace(lost=lost & (not window.may_replace))
     if arrival.adam is None and plan.kind is not None:
         # In the scales just learned, variances are about 1, and no Metropolis step should be longer. A particle that is
-        # stuck recovers from e^-12 within a window.
+        # stuck recovers from e^-12 within 60 accepted updates.
         arrival = arrival._replace(step_size=np.clip(arrival.step_size, math.exp(-12.0), 1.0))
     return warmup._replace(arrival=arrival), cloud
 
@@ -160,7 +162,7 @@ def _lost(warmup, cloud, sampler):
     return left_behind(energy, cloud.z.shape[-1], warmup.noise, bool(arrival.is_prolonged))
 
 
-def _rescued(rng, window, arrival, cloud, lost):
+def _replaced(rng, window, arrival, cloud, lost):
     """Return the arrival and the cloud after lost particles have moved to others."""
     # The count and the unit of Adam belong to all particles.
     adam = arrival.adam

@@ -94,11 +94,11 @@ def _whitened(rng, window, warmup, cloud, sampler):
     first = warmup.preconditioner.along_coordinates(_sds(window, warmup), warmup.moments.position)
     warmup, cloud = _changed(warmup, cloud, first)
     # The curvature around a particle that has run away may be a million times that around the others.
-    measured = replace_lost(rng, cloud.z, warmup.arrival.lost)
+    points = replace_lost(rng, cloud.z, warmup.arrival.lost)
     dimension, weight = cloud.z.shape[-1], window.curvature_weight
     # In the scales so far, the mean of the earlier curvatures is one.
     if sampler.plan.kind != "dense":
-        found = mean_diagonal(rng, measured, sampler.gradients(warmup))
+        found = mean_diagonal(rng, points, sampler.gradients(warmup))
         scale = whitening(weight * found + (1.0 - weight))
         return _changed(warmup, cloud, Preconditioner(scale, warmup.moments.position))
     # The noise limits the step, and matters for the last scales only.
@@ -109,10 +109,10 @@ def _whitened(rng, window, warmup, cloud, sampler):
     num_pairs = num_noise_pairs(dimension, num_independent, sampler.plan.num_minibatches, num_updates)
     gradients = sampler.gradients(warmup)
     if window.is_prolonged:
-        hessian, covariance = np.diag(mean_diagonal(rng, measured, gradients)), np.zeros((dimension, dimension))
+        hessian, covariance = np.diag(mean_diagonal(rng, points, gradients)), np.zeros((dimension, dimension))
     else:
         numbers = _num_for_curvature(dimension, cloud, sampler), num_pairs * measures_noise
-        hessian, covariance = hessian_and_noise(rng, measured, gradients, *numbers, warmup.order)
+        hessian, covariance = hessian_and_noise(rng, points, gradients, *numbers, warmup.order)
     scale, factor = whitening(weight * hessian + (1.0 - weight) * np.eye(dimension, dtype=hessian.dtype)), 1.0
     if covariance.any():
         allowed = _allowed_noise(warmup, cloud, sampler) / (SCALES.caution if warmup.order == 2 else 1.0)
@@ -127,13 +127,13 @@ def _low_rank(rng, window, warmup, cloud, sampler):
     """Scale the coordinates by the diagonal of the mean curvature, then the directions of its extreme eigenvalues."""
     old, weight = warmup.preconditioner, window.curvature_weight
     excess = 1.0 / (1.0 + old.stretch) ** 2 - 1.0  # of the earlier curvatures along V
-    measured = replace_lost(rng, old.to_positions(cloud.z), warmup.arrival.lost)
+    points = replace_lost(rng, old.to_positions(cloud.z), warmup.arrival.lost)
     scale = old.scale * _sds(window, warmup)
-    plain, y = _trial(warmup, old.along_coordinates(scale, old.center), measured)
+    plain, y = _trial(warmup, old.along_coordinates(scale, old.center), points)
     found = mean_diagonal(rng, y, sampler.gradients(plain))
     unit = whitening(weight * found + (1.0 - weight) * (1.0 + old.vectors**2 @ excess))
     scale = scale * unit
-    plain, y = _trial(warmup, old.along_coordinates(scale, old.center), measured)
+    plain, y = _trial(warmup, old.along_coordinates(scale, old.center), points)
     rank = old.vectors.shape[1]
     if window.is_prolonged:
         # Directions of a network differ from particle to particle, and cost hundreds of gradients of the cloud.
@@ -156,21 +156,21 @@ def _arrow(rng, window, warmup, cloud, sampler):
     """Whiten by an arrow: the curvature of the likelihood over all rows at the reference, and of the prior over the
     cloud, each direction of the globals and of the units."""
     old, reference = warmup.preconditioner, warmup.reference
-    measured = replace_lost(rng, old.to_positions(cloud.z), warmup.arrival.lost)
+    points = replace_lost(rng, old.to_positions(cloud.z), warmup.arrival.lost)
     center = old.to_positions(warmup.moments.position)
     change = old.along_coordinates(old.lengths() * _sds(window, warmup), center)
-    (trial, y), factor = _trial(warmup, change, measured), 1.0
+    (trial, y), factor = _trial(warmup, change, points), 1.0
     if not window.has_arrived or not reference.hessian.is_known:
         found = mean_diagonal(rng, y, sampler.gradients(trial))
         change = change._replace(scale=change.scale * whitening(found))
     else:
         # So far the root is the identity, by which products would cost most.
-        found = sampler.mean_curvature(*_trial(warmup, change._replace(root=None), measured))
+        found = sampler.mean_curvature(*_trial(warmup, change._replace(root=None), points))
         # Not with a particle so far off that its curvature overflows.
         if all(np.isfinite(x).all() for x in (found.rest, found.cross, found.blocks)):
             change = change._replace(root=ArrowRoot.of(found, whitening))
         if sampler.plan.budget is not None and window.is_at(FREEZE):
-            trial, y = _trial(warmup, change, measured)
+            trial, y = _trial(warmup, change, points)
             noise = noise_by_coordinate(rng, y, sampler.gradients(trial), SCALES.pairs_of_arrow, warmup.order)
             # Each noisy coordinate by itself takes shorter steps, rather than all.
             allowed = _allowed_noise(warmup, cloud, sampler)

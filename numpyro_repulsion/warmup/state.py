@@ -69,8 +69,8 @@ class WarmupPlan(NamedTuple):
 
     @property
     def can_prolong(self) -> bool:
-        """Whether the arrival may be prolonged: if minibatches have common control variates, which tell, and scales are
-        learned. Where each particle has control variates of its own, they remove noise anywhere."""
+        """Whether the arrival may be prolonged: if scales are learned, and minibatches have common control variates, by
+        which warmup decides it. Where each particle has control variates of its own, they remove noise anywhere."""
         is_common = self.has_reference and self.epoch is None
         return self.is_noisy and is_common and self.kind is not None
 

@@ -31,11 +31,11 @@ class StepConstants:
     shift: float = 0.1
     #: Pairs of minibatches that compare the orders of control variates, and measure that shift.
     pairs: int = 4
-    #: Effective draws of each particle for which, in a short run, the scale of many effects may be moved by more. Of n
+    #: Effective draws of each particle up to which a short run may shift the scale of many effects by more. Of n
     #: in all, R-hat of L particles is about √(1 + 2L/n), so 1.05.
     draws: float = 20.0
-    #: With fewer effective draws in all along most coordinates, even after a longer step, minibatches keep the budget:
-    #: such a run tells nothing but of what moves fast, and that would be biased.
+    #: With fewer effective draws in all along most coordinates, even with a longer step, runs with minibatches keep the
+    #: budget: they tell only about what moves fast, and that would be biased.
     least: float = 20.0
     #: The share of the limit of stability at typical particles up to which a short run may raise the step.
     stable: float = 0.5
@@ -194,7 +194,7 @@ def _variance_to_cross(window, warmup, sampler):
 
 
 def _with_step_size(rng, window, warmup, cloud, sampler):
-    """Set the step size by the rule, and its expected bias and effective draws."""
+    """Set the step size by the budget, and its expected bias and effective draws."""
     plan, dynamics, size = sampler.plan, sampler.dynamics, cloud.potential_energy.size
     coupling = sampler.couple(cloud.z, warmup.bandwidth)
     error, variance = dynamics.step_error(coupling), warmup.largest_variance(dynamics)

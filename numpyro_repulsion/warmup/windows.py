@@ -31,8 +31,9 @@ ENDS = (*ARRIVAL_ENDS, *ADAPTATION_ENDS, *SETTLING_ENDS)
 #: and once in the settling part, at a quarter of it. What was added before, since the last end, is discarded; so the
 #: windows of the settling part up to 70 % still see the moments from 45 % on.
 #:
-#: - moments, surroundings: from these beginnings; other coordinates empty them too.
-#: - symptoms: from 60 % on, those of the widest direction anew in each window (`Symptoms.next_window`).
+#: - moments, surroundings: from these beginnings; another centering empties the moments too, but for the present
+#:   particles.
+#: - symptoms: from 60 % on, those of the widest direction anew at each `Symptoms.next_window`.
 #: - measurements: at ends of windows, replaced until 60 % and then added to.
 BEGINNINGS = tuple(
     begins + (0.5 if ends <= ARRIVED else 0.25) * (ends - begins)
@@ -126,7 +127,7 @@ class Window(NamedTuple):
 
     @property
     def was_arrival(self) -> bool:
-        """Whether particles arrived in it; at the end of the arrival, they `has_arrived` too."""
+        """Whether particles arrived in it; for the last such window, `has_arrived` holds too."""
         return self.ends <= self.timetable.at(ARRIVED)
 
     @property
@@ -144,7 +145,7 @@ class Window(NamedTuple):
         return self.timetable.at(ARRIVAL_ENDS[1]) < self.ends < self.timetable.num_warmup
 
     @property
-    def may_rescue(self) -> bool:
+    def may_replace(self) -> bool:
         """Whether they may then move to others: copies must separate before particles repel each other."""
         return not self.is_at(ARRIVED)
 

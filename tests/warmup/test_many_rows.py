@@ -67,10 +67,11 @@ class Unsettled(Thermostat):
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamics, holds", [(Thermostat(), True), (Unsettled(), False)])
 def test_a_thermostat_takes_up_the_noise_of_many_rows(dynamics, holds):
-    mcmc, standard = run(SGNHT(regression, dynamics=dynamics, gradient=Subsampled()), subsample_size=500)
-    # The budget of the step; the mean over all parameters has a standard error of 0.008.
-    assert (np.abs(standard.var((0, 1)).mean() - 1) < 0.05) == holds
-    assert "cold_momenta" not in diagnose(mcmc)
+    # A short run, in which a friction has no time to fall.
+    mcmc, standard = run(SGNHT(regression, dynamics=dynamics, gradient=Subsampled()), num=150, subsample_size=500)
+    # The budget of the step, and four standard errors of the mean over all parameters.
+    assert (np.abs(standard.var((0, 1)).mean() - 1) < 0.05 + 4 * 0.013) == holds
+    assert ("cold_momenta" in diagnose(mcmc)) == (not holds)
 
 
 def stretched(dimension, seed=0):
