@@ -10,6 +10,7 @@ from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
+from numpyro_repulsion.gradients.arrow import Units
 from numpyro_repulsion.gradients.posterior import ModelTarget, likelihood_gradients
 from numpyro_repulsion.gradients.target import Indices, Particle, Target, Wrapped
 from numpyro_repulsion.rounding import AnyArray
@@ -185,13 +186,17 @@ class CenteredTarget(Wrapped):
             volume = volume + jnp.sum(jnp.where(bases >= 0, means, 0.0), -1)
         return volume
 
-    def structure_at(self, found: Recovered, smallest_sd: float) -> tuple[Centering, Recovered]:
+    def structure_at(
+        self, found: Recovered, smallest_sd: float, units: Units | None = None
+    ) -> tuple[Centering, Recovered]:
         """Return the centering with powers and bases estimated from gradients, and the particles with these powers.
 
         What is known stays.
 
         :param found: particles in the coordinates of the model, ``(n, d)``.
         :param smallest_sd: the smallest standard deviation of log s for which the mean of a group gets its own base.
+        :param units: those of an arrow, which get none: their mean depends on all of them, so that the Hessian would
+            not be an arrow.
         """
         target, centering = self._target, self._centering
         if not (target.num_products or target.num_groups):
@@ -205,6 +210,8 @@ class CenteredTarget(Wrapped):
         if target.num_groups:
             slope = jax.vmap(lambda x: ravel_pytree(x)[0])(slopes[-1]) / jnp.exp(found.log_scale)
             bases = target.translations.bases(slope, found.scale, smallest_sd)
+            starts = [start for start, *_ in units.sites] if units is not None else []
+            bases = jnp.where(target.translations.members[:, starts].any(-1), -1, bases)
             centering = centering._replace(bases=jnp.where(centering.bases < 0, bases, centering.bases))
         return centering, found
 

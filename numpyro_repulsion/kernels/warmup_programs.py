@@ -294,8 +294,10 @@ def recover_and_center(bound: BoundSampler, smallest_sd: float | None, where: Co
     mover, centering = _at(bound, where), where.centering
     found = mover.recover(where, u)
     if smallest_sd is not None and centering is not None:
+        hessian = None if where.reference is None else where.reference.hessian
         flat = jax.tree.map(lambda x: x.reshape(-1, u.shape[-1]), found)
-        centering, flat = mover.centered(centering).structure_at(flat, smallest_sd)
+        units = None if hessian is None else hessian.units
+        centering, flat = mover.centered(centering).structure_at(flat, smallest_sd, units)
         found = jax.tree.map(lambda x: x.reshape(u.shape), flat)
     return centering, found
 

@@ -11,7 +11,7 @@ from numpyro.contrib.control_flow import scan
 import numpyro.distributions as dist
 from numpyro.infer import init_to_uniform
 
-from numpyro_repulsion.gradients import CenteredTarget, Centering, ModelTarget, ravel_cloud
+from numpyro_repulsion.gradients import CenteredTarget, Centering, ModelTarget, Units, ravel_cloud
 from numpyro_repulsion.gradients.location_scale import multiplied
 from numpyro_repulsion.gradients.posterior import likelihood_gradients
 
@@ -329,10 +329,10 @@ def adds(y, prior=5.0, batch=None):
         numpyro.sample("y", dist.Normal(mean, 1.0), obs=y[i])
 
 
-def learned(target, smallest_sd=0.3):
+def learned(target, smallest_sd=0.3, units=None):
     z, unravel = ravel_cloud(draws(target, 3, 20))
     plain = CenteredTarget(target, Centering.none(target, z.shape[1], z.dtype), unravel)
-    return *plain.structure_at(jax.vmap(plain.recover)(z), smallest_sd), unravel
+    return *plain.structure_at(jax.vmap(plain.recover)(z), smallest_sd, units), unravel
 
 
 @pytest.fixture(scope="module")
@@ -359,6 +359,15 @@ def test_a_scale_that_is_known_and_a_narrow_base_have_none(sums):
     target = ModelTarget(adds, (Y, 0.01))
     found = names_of(target, *learned(target))
     assert found["group"] is found["other"] is None and found["slope"] == "beta[1]"
+
+
+def test_units_of_an_arrow_have_none(sums):
+    # In coordinates of their mean each of them would depend on all.
+    target, centering, *_, unravel = sums
+    places = unravel(jnp.arange(len(centering.share)))["group"]
+    units = Units(len(centering.share), ((int(places[0]), (3,), 0),))
+    found = names_of(target, *learned(target, units=units))
+    assert found["group"] is None and found["other"] == "intercept[0]" and found["slope"] == "beta[1]"
 
 
 def test_models_without_bases_have_no_groups():
