@@ -15,7 +15,15 @@ import numpyro
 import numpyro.distributions as dist
 
 from numpyro_repulsion import SGLD, ControlVariates
-from numpyro_repulsion.gradients import Arrow, ArrowRoot, ModelTarget, Reference, Units, evaluate_reference
+from numpyro_repulsion.gradients import (
+    Arrow,
+    ArrowRoot,
+    CenteredTarget,
+    ModelTarget,
+    Reference,
+    Units,
+    evaluate_reference,
+)
 from numpyro_repulsion.warmup import Preconditioner
 from numpyro_repulsion.warmup.scales import whitening
 
@@ -241,3 +249,24 @@ def test_the_scale_of_many_effects_is_that_of_quadrature():
     # A tenth of a standard deviation is what the step allows. First order is off by 0.9 where effects are centered, and
     # by 0.1 where they are centered by their share.
     assert abs(errors[None]) < 0.1 < abs(errors[1]), errors
+
+
+def about_a_mean(unit, y):
+    mean, scale = numpyro.sample("mean", dist.Normal(0, 5)), numpyro.sample("scale", dist.HalfNormal(1))
+    effects = numpyro.sample("effects", dist.Normal(0, scale).expand([600]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=100) as i:
+        numpyro.sample("y", dist.Normal(mean + effects[unit[i]], 1), obs=y[i])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("knows_units", [True, False])
+def test_effects_about_a_mean_leave_the_hessian_an_arrow(knows_units, monkeypatch):
+    """The scale is known so badly that the mean of few effects would get a coordinate of its own."""
+    if not knows_units:
+        structure_at = CenteredTarget.structure_at
+        monkeypatch.setattr(CenteredTarget, "structure_at", lambda target, *args: structure_at(target, *args[:2]))
+    y = jnp.asarray(np.random.default_rng(0).normal(1.0, 1.0, 600))
+    mcmc = run(SGLD(about_a_mean), jnp.arange(600), y, num_warmup=300, num_samples=10, num_chains=20)
+    learned = mcmc.last_state.learned
+    assert learned.preconditioner.kind == "arrow"
+    assert (learned.figures.high_curvature < 20.0) == knows_units
