@@ -213,7 +213,7 @@ def _with_step_size(rng, window, warmup, cloud, sampler):
         error.stability_limit(stats._replace(largest=stats.curvature)) * STEP.stable,
         error.max_step_for_short_run(stats, gained),
     )
-    is_in_vain = plan.is_noisy and gained * longest_of_short_run < STEP.least
+    is_in_vain = plan.is_noisy and gained * longest_of_short_run < min(STEP.least, plan.budget.min_draws)
     gains = _gains_draws(window, warmup, sampler) and not is_in_vain
     wanted = np.maximum(plan.budget.min_draws, STEP.draws * size) if gains and plan.budget.min_draws else 0.0
     step_size = plan.budget.step_size(
