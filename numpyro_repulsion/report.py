@@ -26,11 +26,11 @@ from numpyro_repulsion.findings import (
     Finding,
     flagged_updates,
     from_json,
+    with_findings,
 )
 from numpyro_repulsion.inference_data import to_inference_data
 from numpyro_repulsion.kernels.runs import kernel_of_run
 from numpyro_repulsion.predictions import integration_shifts
-from numpyro_repulsion.tables import with_findings
 
 _log = logging.getLogger(__name__)
 

@@ -22,7 +22,8 @@ HOST = MATHEMATICS | {"numpyro"}
 #: What each file may import: packages, and files of this one.
 ARROWS = {
     "checks": (MATHEMATICS, set()),
-    "findings": (set(), set()),
+    # A table shows itself by pandas.
+    "findings": ({"pandas"}, set()),
     "noise": (MATHEMATICS, set()),
     "rounding": (MATHEMATICS | {"scipy"}, set()),
     "version": (set(), set()),
@@ -73,12 +74,14 @@ ARROWS = {
         {"findings", "schedules", "gradients", "kernels", "diagnostics"},
     ),
     # Nothing else imports it, the public face neither.
-    "contrib": (HOST, {"checks", "diagnostics", "gradients", "inference_data", "kernels"}),
+    "contrib": (
+        HOST | {"scipy", "tqdm"},
+        {"checks", "diagnostics", "gradients", "inference_data", "kernels", "plots", "report"},
+    ),
     "predictions": (HOST, {"checks", "gradients", "inference_data", "kernels", "rows"}),
-    "tables": ({"pandas"}, {"findings"}),
     "report": (
         HOST | {"arviz"},
-        {"bias", "checks", "diagnostics", "findings", "inference_data", "kernels", "predictions", "tables"},
+        {"bias", "checks", "diagnostics", "findings", "inference_data", "kernels", "predictions"},
     ),
     "plots": (
         HOST | {"matplotlib"},

@@ -1,5 +1,6 @@
-"""What the rest of the package does without: the local posterior of a network, and its learning coefficient."""
+"""What the rest of the package does without: simulation-based calibration, and local posteriors of networks."""
 
+from numpyro_repulsion.contrib.calibration import Calibration, calibrate
 from numpyro_repulsion.contrib.local_posterior import LearningCoefficient, Localized, llc
 
-__all__ = ["LearningCoefficient", "Localized", "llc"]
+__all__ = ["Calibration", "LearningCoefficient", "Localized", "calibrate", "llc"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from typing import ClassVar, cast
 import warnings
@@ -421,6 +422,17 @@ class ParticleKernel(Settings, MCMCKernel):
         # A fifth of what may be in use, which the order of control variates decides too.
         error = self.dynamics.step_error(Coupling.of_figures(1.0, 1.0, not self.interaction.interacts))
         return f"set step_size=BiasBudget({self.step_size.tolerance_for(error.is_second_order) / 5:g}, min_draws=0)"
+
+    def wrap_model(self, wrapper: Callable) -> ParticleKernel:
+        """Return a copy of this kernel with the model ``wrapper(model)``.
+
+        :raises ValueError: for a kernel that is made from a ``potential_fn``.
+        """
+        if self.model is None:
+            raise ValueError("A kernel made from a `potential_fn` has no model; make it from a model.")
+        kernel = copy(self)
+        kernel.__dict__["model"] = wrapper(self.model)
+        return kernel
 
     def _prepare(self):
         """Make what caches compiled programs, and can be made again."""

@@ -179,8 +179,7 @@ class HostSampler:
 
     def mean_curvature(self, warmup, u):
         """Return the mean curvature as an arrow, in diagonally whitened coordinates."""
-        units = warmup.reference.hessian.units
-        number = units.num_globals + units.size
+        number = warmup.reference.hessian.units.num_probes
         return self._run(warmup_programs.mean_curvature, None, self._coordinates(warmup), u, num_gradients=number)
 
     def settled(self, cloud, step_size, noise):

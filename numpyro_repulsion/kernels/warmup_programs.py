@@ -255,7 +255,7 @@ def evaluate_reference(
 
 def mean_curvature(bound: BoundSampler, _: None, where: Coordinates, u) -> Arrow:
     """Return the curvature in diagonally whitened coordinates: the mean over the particles of that of the prior, and
-    that of the likelihood over all rows at the reference."""
+    that of the likelihood over all rows at the reference; NaN where these coordinates leave no arrow of it."""
     mover = _at(bound, where)
     reference: Any = where.reference
     target, unravel, change = mover.target(where), mover.unravel, where.preconditioner
@@ -284,8 +284,8 @@ def mean_curvature(bound: BoundSampler, _: None, where: Coordinates, u) -> Arrow
         v = units.probe(i).astype(u.dtype)
         return of_cloud(v) + (of_rows(v) if is_centered else -bend(v * change.scale) * change.scale)
 
-    probes = jnp.arange(units.num_globals + units.size)
-    found = Arrow.of_products(units, lax.map(product, probes, batch_size=min(16, len(probes))))
+    probes = jnp.arange(units.num_probes)
+    found = Arrow.checked(units, lax.map(product, probes, batch_size=min(16, len(probes))))
     return found if is_centered else jax.tree.map(jnp.add, found, reference.hessian.scaled(change.scale))
 
 

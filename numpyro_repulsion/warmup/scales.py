@@ -159,25 +159,28 @@ def _arrow(rng, window, warmup, cloud, sampler):
     points = replace_lost(rng, old.to_positions(cloud.z), warmup.arrival.lost)
     center = old.to_positions(warmup.moments.position)
     change = old.along_coordinates(old.lengths() * _sds(window, warmup), center)
-    (trial, y), factor = _trial(warmup, change, points), 1.0
-    if not window.has_arrived or not reference.hessian.is_known:
-        found = mean_diagonal(rng, y, sampler.gradients(trial))
-        change = change._replace(scale=change.scale * whitening(found))
-    else:
+    is_known, root = window.has_arrived and reference.hessian.is_known, None
+    if is_known:
         # So far the root is the identity, by which products would cost most.
         found = sampler.mean_curvature(*_trial(warmup, change._replace(root=None), points))
-        # Not with a particle so far off that its curvature overflows.
+        # Not in coordinates in which units depend on each other, or with a particle whose curvature overflows.
         if all(np.isfinite(x).all() for x in (found.rest, found.cross, found.blocks)):
-            change = change._replace(root=ArrowRoot.of(found, whitening))
-        if sampler.plan.budget is not None and window.is_at(FREEZE):
-            trial, y = _trial(warmup, change, points)
-            noise = noise_by_coordinate(rng, y, sampler.gradients(trial), SCALES.pairs_of_arrow, warmup.order)
-            # Each noisy coordinate by itself takes shorter steps, rather than all.
-            allowed = _allowed_noise(warmup, cloud, sampler)
-            factors = pooled_factors(np.maximum(noise / allowed, 1.0), change.root.units)
-            factors /= factors.min()
-            factor = factors.max()
-            change = change._replace(root=change.root.scaled(factors**-0.5))
+            root = ArrowRoot.of(found, whitening)
+    if root is None:
+        trial, y = _trial(warmup, change, points)
+        change = change._replace(scale=change.scale * whitening(mean_diagonal(rng, y, sampler.gradients(trial))))
+    else:
+        change = change._replace(root=root)
+    factor = 1.0
+    if is_known and sampler.plan.budget is not None and window.is_at(FREEZE):
+        trial, y = _trial(warmup, change, points)
+        noise = noise_by_coordinate(rng, y, sampler.gradients(trial), SCALES.pairs_of_arrow, warmup.order)
+        # Each noisy coordinate by itself takes shorter steps, rather than all.
+        allowed = _allowed_noise(warmup, cloud, sampler)
+        factors = pooled_factors(np.maximum(noise / allowed, 1.0), change.root.units)
+        factors /= factors.min()
+        factor = factors.max()
+        change = change._replace(root=change.root.scaled(factors**-0.5))
     return _found_again(warmup, cloud, change, factor)
 
 

@@ -270,4 +270,6 @@ def test_effects_about_a_mean_leave_the_hessian_an_arrow(knows_units, monkeypatc
     mcmc = run(SGLD(about_a_mean), jnp.asarray(unit), jnp.asarray(y), num_warmup=300, num_samples=10, num_chains=20)
     learned = mcmc.last_state.learned
     assert learned.preconditioner.kind == "arrow"
-    assert (learned.figures.high_curvature < 20.0) == knows_units
+    # In coordinates in which units depend on each other, the curvature is refused, and the root remains the identity.
+    assert np.any(learned.preconditioner.root.cross) == knows_units
+    assert learned.figures.high_curvature < 20.0

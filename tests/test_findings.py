@@ -7,8 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from numpyro_repulsion.findings import Diagnosis, Finding
-from numpyro_repulsion.tables import MAX_ROWS, WHERE, with_findings
+from numpyro_repulsion.findings import MAX_ROWS, WHERE, Diagnosis, Finding, with_findings
 
 FOUND = Diagnosis([Finding("not_mixed", "error", 1.5, "R-hat is 1.5 < 2.", "Raise `num_steps`.")], "SGLD: 4 particles.")
 COLUMNS = ["mean", "sd", "hdi_3%", "hdi_97%", "mcse_mean", "mcse_sd", "ess_mean", "ess_tail", "r_hat", "nested_r_hat"]
