@@ -138,7 +138,8 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
     """
     kernel = kernel_of_run(mcmc, "step_bias", of_warmup=True)
     num_samples = integer("`num_samples`", num_samples, 8 if num_samples else 0, "0, or 8 or more")
-    known = StepBias(_step_in_use(mcmc), *predict_bias(mcmc))
+    step = _step_in_use(mcmc)
+    known = StepBias(step, *predict_bias(mcmc)())
     if num_samples == 0:
         return known
     state = mcmc.last_state
@@ -154,7 +155,7 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
         z, gradient = z[..., followed], gradient[..., followed]
         return jnp.concatenate([z, z**2, gradient, z * gradient], -1)
 
-    found = halved_series(mcmc, rng_key, num_samples, _step_in_use(mcmc), observe)
+    found = halved_series(mcmc, rng_key, num_samples, step, observe)
     series, changes = (np.split(x, 4, -1) for x in found)
     z, square, gradient, product = series
     mean = z.mean((0, 1))
@@ -285,9 +286,9 @@ def extrapolate(
             "Jumps by `moves` are exact for any step size, so the bias of draws is not proportional to a power of "
             "it. Compare with a run with half the `step_size`."
         )
-    levels = integer("`levels`", levels)
-    predicted, _ = predict_bias(mcmc)
-    if predicted > MAX_PREDICTED:
+    levels, step = integer("`levels`", levels), _step_in_use(mcmc)
+    predicted = predict_bias(mcmc)
+    if predicted()[0] > MAX_PREDICTED:
         raise ValueError(
             f"The step size makes variances more than {100 * MAX_PREDICTED:.0f}% too large by estimate, and may be "
             "unstable. This step is too large to extrapolate. Run with a tenth of `step_size`, or without one."
@@ -322,7 +323,12 @@ def extrapolate(
         # Averages of large values would lose their digits in single precision.
         return found - mean.astype(found.dtype)
 
-    (fall, bias), step = _predict_fall(mcmc, levels), _step_in_use(mcmc)
+    # The predicted bias with the smallest step as a share of that with twice this step: of second order in ε 1/4; of
+    # first order, as that of minibatches, or an unknown one, 1/2.
+    bias, after = (predicted(k)[0] for k in (levels - 1, levels))
+    is_known = 0.0 < bias < MAX_PREDICTED
+    fall = min(max(after / bias, 0.25), 0.5) if is_known and not bound_of(mcmc).plan().is_noisy else 0.5
+    bias = bias if is_known else 0.0
     shift, variance = np.zeros(number), np.zeros(number)
     keys = [rng_key]
     if levels > 1:
@@ -357,16 +363,16 @@ def _num_values(function, draws):
     return number
 
 
-def predict_bias(mcmc: MCMC, is_other: bool | None = None, halvings: int = 0) -> tuple[float, float]:
-    """Return the predicted relative inflation of variances for the step in use, and that from gradient noise alone.
+def predict_bias(mcmc: MCMC, is_other: bool | None = None) -> Callable[..., tuple[float, float]]:
+    """Return a function of how often the step in use is halved, 0 by default: the predicted relative inflation of
+    variances, and that from gradient noise alone.
 
     :param is_other: whether the run has other data than its warmup, whose measurements then do not count; ``None``
         finds out.
     """
     is_other = has_other_data(mcmc) if is_other is None else is_other
     kernel, state, target = mcmc.sampler, mcmc.last_state, bound_of(mcmc).target
-    step_size = np.asarray(_step_in_use(mcmc) / 2**halvings, state.step_size.dtype)
-    plan = bound_of(mcmc).plan(state.learned.preconditioner.kind)
+    plan, step_size = bound_of(mcmc).plan(state.learned.preconditioner.kind), _step_in_use(mcmc)
     u, steepness, *figures = jax.device_get(compiled(partial(_figures, kernel), target)(state))
     coupling, known = Coupling.of_figures(*figures), jax.device_get(state.learned.figures)
     if is_other or known is None or not plan.measures:
@@ -376,7 +382,7 @@ def predict_bias(mcmc: MCMC, is_other: bool | None = None, halvings: int = 0) ->
             return (np.asarray(gradient(state, np.uint32(number), point)) for number, point, _ in cases)
 
         # Half the distance over which gradients are compared: a fifth of that of one update.
-        width, rng = 0.2 * np.sqrt(step_size), np.random.default_rng(0)
+        width, rng = 0.2 * np.sqrt(np.asarray(step_size, u.dtype)), np.random.default_rng(0)
         curvature, noise = estimate_curvature(rng, u, width, gradients, orders=[0])
         if not plan.is_noisy:
             noise = np.zeros_like(noise)
@@ -386,10 +392,16 @@ def predict_bias(mcmc: MCMC, is_other: bool | None = None, halvings: int = 0) ->
     shared, both = bound_of(mcmc).gradient.shared, (known.noise, known.isotropic_noise)
     with np.errstate(all="ignore"):
         stats = summarize_curvature(known, both, known.largest_variance, coupling, kernel.dynamics, shared, plan.sweep)
-        error = kernel.dynamics.step_error(coupling)
-        remaining = error.remaining_noise(step_size, stats)
-        without_curvature = CurvatureStats(0.0, 0.0, remaining, isotropic_noise=stats.isotropic_noise)
-        return float(error.bias(step_size, stats)), float(error.bias(step_size, without_curvature))
+    error = kernel.dynamics.step_error(coupling)
+
+    def predicted(halvings=0):
+        step = np.asarray(step_size / 2**halvings, u.dtype)
+        with np.errstate(all="ignore"):
+            remaining = error.remaining_noise(step, stats)
+            without_curvature = CurvatureStats(0.0, 0.0, remaining, isotropic_noise=stats.isotropic_noise)
+            return float(error.bias(step, stats)), float(error.bias(step, without_curvature))
+
+    return predicted
 
 
 def _figures(kernel, target, state):
@@ -405,18 +417,6 @@ def _gradient(kernel, target, state, number, u):
     """Return ∇U at particles in whitened coordinates, on the minibatch of a number."""
     mover, _ = kernel.parts(state, target.args, target.kwargs)
     return mover.energy_and_grad(state.learned)(random.fold_in(random.key(0), number), u)[1]
-
-
-def _predict_fall(mcmc, levels):
-    """Return the predicted bias with the smallest step as a share of that with twice this step; and the latter.
-
-    The share is 1/2 for a bias of first order in ε, as that of minibatches, or an unknown one; 1/4 for second order.
-    """
-    is_other = has_other_data(mcmc)
-    before, after = (predict_bias(mcmc, is_other, k)[0] for k in (levels - 1, levels))
-    if not 0.0 < before < MAX_PREDICTED:
-        return 0.5, 0.0
-    return 0.5 if bound_of(mcmc).plan().is_noisy else min(max(after / before, 0.25), 0.5), before
 
 
 def _step_in_use(mcmc):

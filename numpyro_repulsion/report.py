@@ -203,7 +203,7 @@ def _of_bias(run, attributes):
         # Warmup has its own finding about a measured step that is too long.
         inflation, noise, limit = float(attributes["step_size_bias"]), 0.0, np.inf
     else:
-        inflation, noise = predict_bias(run, is_other) if isinstance(run, MCMC) else (np.nan, np.nan)
+        inflation, noise = predict_bias(run, is_other)() if isinstance(run, MCMC) else (np.nan, np.nan)
         limit = 0.05  # `BiasBudget` allows as much.
     sd = float(np.sqrt(1.0 + inflation) - 1.0)
     if np.isnan(inflation):

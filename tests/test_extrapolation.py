@@ -192,7 +192,7 @@ def test_misuse_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="Jumps by `moves` are exact for any step size"):
         extrapolate(mcmc)
     mcmc.sampler = plain
-    monkeypatch.setattr(bias, "predict_bias", lambda *_: (3.1, 0.0))
+    monkeypatch.setattr(bias, "predict_bias", lambda *_: lambda: (3.1, 0.0))
     with pytest.raises(ValueError, match="more than 300% too large by estimate.*Run with a tenth of `step_size`"):
         extrapolate(mcmc)
     monkeypatch.undo()
