@@ -255,7 +255,7 @@ def evaluate_reference(
 
 def mean_curvature(bound: BoundSampler, _: None, where: Coordinates, u) -> Arrow:
     """Return the curvature in diagonally whitened coordinates: the mean over the particles of that of the prior, and
-    that of the likelihood over all rows at the reference; NaN where these coordinates leave no arrow of it."""
+    that of the likelihood over all rows at the reference; NaN where centered coordinates leave no arrow of it."""
     mover = _at(bound, where)
     reference: Any = where.reference
     target, unravel, change = mover.target(where), mover.unravel, where.preconditioner
@@ -284,9 +284,12 @@ def mean_curvature(bound: BoundSampler, _: None, where: Coordinates, u) -> Arrow
         v = units.probe(i).astype(u.dtype)
         return of_cloud(v) + (of_rows(v) if is_centered else -bend(v * change.scale) * change.scale)
 
-    probes = jnp.arange(units.num_probes)
-    found = Arrow.checked(units, lax.map(product, probes, batch_size=min(16, len(probes))))
-    return found if is_centered else jax.tree.map(jnp.add, found, reference.hessian.scaled(change.scale))
+    probes = jnp.arange(units.num_probes if is_centered else units.num_globals + units.size)
+    products = lax.map(product, probes, batch_size=min(16, len(probes)))
+    if is_centered:
+        return Arrow.checked(units, products)
+    # In coordinates of the model it is one, as its analysis has shown.
+    return jax.tree.map(jnp.add, Arrow.of_products(units, products), reference.hessian.scaled(change.scale))
 
 
 def recover_and_center(bound: BoundSampler, smallest_sd: float | None, where: Coordinates, u) -> Any:
