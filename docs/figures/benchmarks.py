@@ -11,12 +11,13 @@ import json
 from pathlib import Path
 import sys
 
-from arviz.stats.ecdf_utils import ecdf_confidence_band
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+
+from numpyro_repulsion.contrib.calibration import simultaneous_band
 
 ROOT = Path(__file__).parents[2]
 STATIC = ROOT / "docs" / "_static" / "results"
@@ -155,7 +156,7 @@ def coverage():
     for ax, name in zip(axes.flat, names, strict=True):
         ranks = np.concatenate([row["ranks"] for row in found if row["model"] == name])
         number, d = ranks.shape
-        low, high = ecdf_confidence_band(number, at, at, prob=1 - 0.05 / d, random_state=0)
+        low, high = simultaneous_band(number, at, 1 - 0.05 / d)
         ax.fill_between(at, low - at, high - at, color="0.9", lw=0)
         share = (ranks[:, :, None] <= at).mean(0)
         ax.plot(at, (share - at).T, color=BLUE, lw=0.7, alpha=0.7)

@@ -95,7 +95,7 @@ class Calibration:
             ax.plot(at, share - at, color=COLORS[outside % len(COLORS)], linewidth=1.2, label=label)
             outside += 1
         if outside:
-            ax.legend(frameon=False, title="not calibrated")
+            ax.legend(frameon=False, title="not calibrated", loc="upper left", bbox_to_anchor=(1.0, 1.0))
         ax.set(xlim=(0, 1), xlabel="rank of the true value", ylabel="share of data sets below, minus rank")
         return ax
 
