@@ -76,7 +76,7 @@ ARROWS = {
     # Nothing else imports it, the public face neither.
     "contrib": (
         HOST | {"scipy", "tqdm"},
-        {"checks", "diagnostics", "gradients", "inference_data", "kernels", "plots", "report"},
+        {"checks", "diagnostics", "gradients", "inference_data", "kernels", "plots", "report", "rows"},
     ),
     "predictions": (HOST, {"checks", "gradients", "inference_data", "kernels", "rows"}),
     "report": (
