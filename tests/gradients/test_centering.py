@@ -19,7 +19,7 @@ KEY = random.key(0)
 
 
 def draws(target, seed, number):
-    return jax.vmap(lambda key: target.draw(key, init_to_uniform))(random.split(random.key(seed), number))
+    return jax.jit(jax.vmap(lambda key: target.draw(key, init_to_uniform)))(random.split(random.key(seed), number))
 
 
 def particle(target):
@@ -46,8 +46,8 @@ def check_energy(target, centered, unravel, y, rows):
     """That U differs by the volume alone."""
     found = centered.recover(y)
     volume = centered.log_volume(found)
-    energy = centered.potential_energy(unravel(y), rows, KEY)
-    expected = target.potential_energy(unravel(found.z), rows, KEY)
+    energy = jax.jit(lambda y: centered.potential_energy(unravel(y), rows, KEY))(y)
+    expected = jax.jit(lambda z: target.potential_energy(unravel(z), rows, KEY))(found.z)
     np.testing.assert_allclose(energy, expected - volume, rtol=1e-5)
     return volume
 
@@ -58,7 +58,7 @@ def check_change_of_variables(target, centered, unravel, found, rtol=1e-5):
     np.testing.assert_allclose(centered.recover(y).z, found.z, rtol=rtol, atol=1e-5)
     volume = check_energy(target, centered, unravel, y, {})
     np.testing.assert_allclose(centered.log_volume(found), volume, rtol=1e-4, atol=1e-5)
-    jacobian = jax.jacobian(lambda y: centered.recover(y).z)(y)
+    jacobian = jax.jit(jax.jacobian(lambda y: centered.recover(y).z))(y)
     np.testing.assert_allclose(jnp.linalg.slogdet(jacobian)[1], volume, rtol=1e-4, atol=1e-5)
     return y, volume
 
@@ -157,7 +157,7 @@ def test_minibatches_are_those_of_the_model_under_handlers(handled):
         rows = dict.fromkeys(target.plates, indices)
         check_energy(target, centered, unravel, y, rows)
     # Every effect matters.
-    gradient = jax.grad(lambda z: centered.potential_energy(z, rows, KEY))(unravel(y))
+    gradient = jax.jit(jax.grad(lambda z: centered.potential_energy(z, rows, KEY)))(unravel(y))
     assert (jnp.abs(gradient[name]) > 1e-3).all()
 
 
@@ -332,7 +332,7 @@ def adds(y, prior=5.0, batch=None):
 def learned(target, smallest_sd=0.3, units=None):
     z, unravel = ravel_cloud(draws(target, 3, 20))
     plain = CenteredTarget(target, Centering.none(target, z.shape[1], z.dtype), unravel)
-    return *plain.structure_at(jax.vmap(plain.recover)(z), smallest_sd, units), unravel
+    return *jax.jit(lambda z: plain.structure_at(jax.vmap(plain.recover)(z), smallest_sd, units))(z), unravel
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
 """Latent variables of rows: their integrals, the posterior of the other sites, their own draws, and what is refused."""
 
+from functools import partial
+
 import jax
 from jax import random
 import jax.numpy as jnp
@@ -50,7 +52,7 @@ def test_integrals_of_gaussian_rows_are_exact(dimension):
         for order in (lambda f: f, jax.jacobian, jax.hessian):
             # The sum over one dimension ends at six sds, beyond which two derivatives leave 1e-6.
             rtol = 1e-5 if dimension == 1 else 1e-9
-            np.testing.assert_allclose(order(found)(0.7), order(exact)(0.7), rtol=rtol)
+            np.testing.assert_allclose(jax.jit(order(found))(0.7), jax.jit(order(exact))(0.7), rtol=rtol)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,8 @@ def test_integrals_of_other_rows_are_nearly_exact(prior, likelihood, y, num_poin
             return logsumexp(jax.vmap(lambda u: log_density(jnp.full((len(y), 1), u), scale))(grid), 0)
 
         # Per row, so of a million rows the mean of a parameter is off by less than 0.1 of its sds.
-        off = np.abs(np.asarray(jax.jacobian(found)(1.0)) - np.asarray(jax.jacobian(exact)(1.0))).max()
+        slopes = [jax.jit(jax.jacobian(function))(1.0) for function in (found, exact)]
+        off = np.abs(np.subtract(*slopes)).max()
         assert (off < 1e-4) == (num_points > 1)
 
 
@@ -104,7 +107,7 @@ def test_modes_are_found_thousands_of_widths_away(likelihood, y, width):
         def log_density(u):
             return dist.Normal(0, 20).log_prob(u[:, 0]) + likelihood(u[:, 0]).log_prob(y)
 
-        mode = find_modes(log_density, jnp.full((len(y), 1), START))
+        mode = jax.jit(partial(find_modes, log_density))(jnp.full((len(y), 1), START))
         slope = jax.grad(lambda u: log_density(u).sum())(mode.position)
         np.testing.assert_allclose(mode.root[:, 0, 0], width, rtol=0.1)
         # The slope, in widths, is the distance from the mode.
@@ -178,7 +181,10 @@ def test_energies_are_those_of_the_marginal_model(model, by_hand, data, latent):
     assert target.integrated == latent and target.latent == other.latent and target.plates == other.plates
     # The two densities may differ by a constant for each row.
     rows = {"rows": jnp.array([0, 3, 4, 5, 7, 12, 30, 39])}
-    of = [jax.value_and_grad(lambda z, at=at: at.potential_energy(z, rows, random.key(0))) for at in (target, other)]
+    of = [
+        jax.jit(jax.value_and_grad(lambda z, at=at: at.potential_energy(z, rows, random.key(0))))
+        for at in (target, other)
+    ]
     points = [{name: jnp.asarray(x) for name in target.latent} for x in (-0.5, 0.3, 0.8)]
     found = [[at(z) for z in points] for at in of]
     gradients = [[[float(g[name]) for name in target.latent] for _, g in each] for each in found]
@@ -196,7 +202,8 @@ def test_rows_are_drawn_from_their_distribution(dimension):
         return found - (u[:, 1:] ** 2).sum(-1) / 2
 
     start = jnp.full((len(y), dimension), START)
-    draws = np.exp(np.asarray(draw_rows(random.key(1), log_density, start), float))[:, :1]
+    draw = jax.jit(lambda key: draw_rows(key, log_density, start))
+    draws = np.exp(np.asarray(draw(random.key(1)), float))[:, :1]
     for found, shape in zip(draws.reshape(2, number), (2.0, 6.0), strict=True):
         mean, sd = shape / 2.5, shape**0.5 / 2.5
         error = 4.5 * sd / number**0.5
@@ -212,7 +219,8 @@ def test_draws_of_skewed_rows_reach_the_long_tail():
     def log_density(u):
         return dist.Gamma(0.2, 2.0).log_prob(jnp.exp(u[:, 0])) + u[:, 0]
 
-    u = np.asarray(draw_rows(random.key(1), log_density, jnp.full((number, 1), START)), float)
+    draw = jax.jit(lambda key: draw_rows(key, log_density, jnp.full((number, 1), START)))
+    u = np.asarray(draw(random.key(1)), float)
     mean, sd = digamma(0.2) - np.log(2.0), polygamma(1, 0.2) ** 0.5
     assert abs(u.mean() - mean) < 4.5 * sd / number**0.5
     # The logarithm has an excess kurtosis near that of an exponential variable, 6.
@@ -376,6 +384,6 @@ def test_modes_of_skewed_rows_are_found():
     def log_density(u):
         return dist.Normal(mean, 2.0).log_prob(u[:, 0]) + dist.Poisson(jnp.exp(u[:, 0])).log_prob(y)
 
-    mode = find_modes(log_density, jnp.full((4, 1), START))
+    mode = jax.jit(partial(find_modes, log_density))(jnp.full((4, 1), START))
     slope = jax.grad(lambda u: log_density(u).sum())(mode.position)
     assert (np.abs(slope * mode.root[:, 0]) < 0.05).all()
