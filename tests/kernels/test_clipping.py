@@ -16,6 +16,7 @@ from numpyro_repulsion import SGLD, ControlVariates
 from numpyro_repulsion.findings import MAX_FLAGGED
 from numpyro_repulsion.kernels import iteration
 from numpyro_repulsion.kernels.iteration import clip, clip_coordinates, coordinate_limit, length_limit, warmup_limit
+from numpyro_repulsion.warmup import step_size
 
 
 def test_lengths_and_flags():
@@ -40,29 +41,34 @@ def test_noisy_coordinates_may_be_longer(limit, expected):
     assert flags.tolist() == [[False, True]] and (clipped[..., 1:] == 0).all()
 
 
+GROUPS, ROWS = 1000, 40_000
+
+
+def rare(group, late):
+    """Random intercepts of 1000 groups, most of which no row of a minibatch of 50 belongs to."""
+    mean, scale = numpyro.sample("mean", dist.Normal(0, 1)), numpyro.sample("scale", dist.HalfNormal(1))
+    with numpyro.plate("groups", GROUPS):
+        effect = numpyro.sample("effect", dist.Normal(mean, scale))
+    with numpyro.plate("rows", ROWS, subsample_size=50) as i:
+        numpyro.sample("late", dist.Bernoulli(logits=effect[group[i]]), obs=late[i])
+
+
+def run_rare(num_warmup, num_chains, seed):
+    keys = random.split(random.key(0), 3)
+    group = random.randint(keys[0], (ROWS,), 0, GROUPS)
+    effects = 0.5 + 0.7 * random.normal(keys[1], (GROUPS,))
+    late = random.bernoulli(keys[2], jax.nn.sigmoid(effects[group])).astype(float)
+    # Those of second order leave no noise to clip.
+    mcmc = vectorized(SGLD(rare, gradient=ControlVariates(order=1)), num_warmup, 100, num_chains)
+    mcmc.run(random.key(seed), group, late)
+    return mcmc
+
+
 @pytest.mark.slow
 def test_rare_rows_reach_no_bound(monkeypatch):
-    """Random intercepts of 1000 groups, most of which no row of a minibatch of 50 belongs to."""
-    groups, rows = 1000, 40_000
-    keys = random.split(random.key(0), 3)
-    group = random.randint(keys[0], (rows,), 0, groups)
-    effects = 0.5 + 0.7 * random.normal(keys[1], (groups,))
-    late = random.bernoulli(keys[2], jax.nn.sigmoid(effects[group])).astype(float)
-
-    def model(group, late):
-        mean, scale = numpyro.sample("mean", dist.Normal(0, 1)), numpyro.sample("scale", dist.HalfNormal(1))
-        with numpyro.plate("groups", groups):
-            effect = numpyro.sample("effect", dist.Normal(mean, scale))
-        with numpyro.plate("rows", rows, subsample_size=50) as i:
-            numpyro.sample("late", dist.Bernoulli(logits=effect[group[i]]), obs=late[i])
-
     def share_flagged(seed):
         """Above `MAX_FLAGGED`, a run says that its bias is unknown."""
-        # Those of second order leave no noise to clip.
-        kernel = SGLD(model, gradient=ControlVariates(order=1))
-        mcmc = vectorized(kernel, 300, 100, 10)
-        mcmc.run(random.key(seed), group, late)
-        return mcmc.last_state.num_flagged_updates / (10 * 100 * kernel.num_steps)
+        return run_rare(500, 20, seed).last_state.num_flagged_updates / (20 * 100 * 10)
 
     # The noise that warmup measures differs by a factor of four between these.
     for seed in (1, 4):
@@ -70,3 +76,14 @@ def test_rare_rows_reach_no_bound(monkeypatch):
     # The control: what one in ten exceeds.
     monkeypatch.setattr(iteration, "CLIPPING", replace(iteration.CLIPPING, extremes=1.0))
     assert share_flagged(1) > MAX_FLAGGED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wider", [None, 1e9])
+def test_annealed_noise_does_not_heat_the_cloud(wider, monkeypatch):
+    """Noise of first order widens the cloud, a wider cloud has more of it, and the scale follows."""
+    if wider:
+        monkeypatch.setattr(step_size, "STEP", replace(step_size.STEP, wider=wider))
+    scales = [float(jnp.log(run_rare(300, 10, seed).get_samples()["scale"]).mean()) for seed in (1, 2, 6)]
+    # Of a run with second order: -0.32, and sd 0.03.
+    assert (np.abs(np.array(scales) + 0.32) < 0.1).all() == (wider is None), scales
