@@ -234,38 +234,15 @@ def hessian_and_noise(
 
 def mean_diagonal(rng: Generator, u: np.ndarray, gradients: Gradients) -> np.ndarray:
     """Return the diagonal of the mean Hessian over particles ``(G, L, d)``, from products with unit vectors, or with
-    random signs where these are more than `CURVATURE.probes`, and then pooled."""
+    random signs where these are more than `CURVATURE.probes`."""
     dimension = u.shape[-1]
-    exact = dimension <= CURVATURE.probes
-    halves = np.zeros((2, dimension), u.dtype)
+    total, exact = np.zeros(dimension, u.dtype), dimension <= CURVATURE.probes
     for i in range(dimension if exact else CURVATURE.probes):
         seed = draw_seed(rng)
         probe = np.eye(dimension, dtype=u.dtype)[i] if exact else signs(rng, u.shape, u.dtype)
         plus, minus = gradients((seed, u + side * CURVATURE.width * probe, 0) for side in (1.0, -1.0))
-        halves[i % 2] += particle_mean(probe * (plus - minus)) / (2.0 * CURVATURE.width)
-    return halves.sum(0) if exact else pooled(2.0 * halves / CURVATURE.probes)
-
-
-def pooled(halves: np.ndarray) -> np.ndarray:
-    """Return the mean of two estimates of positive numbers, ``(2, d)``, in logarithms nearer to that of all the less
-    the two agree. Where they are not both positive it stays.
-
-    Of thousands of coordinates with minibatches some look flat by chance, and particles would be noisy along them.
-    """
-    mean, is_known = halves.mean(0), (halves > 0).all(0)
-    if is_known.any():
-        share, logs = reliability(np.log(halves[:, is_known])), np.log(mean[is_known])
-        mean[is_known] = np.exp(share * logs + (1.0 - share) * logs.mean())
-    return mean
-
-
-def reliability(halves: np.ndarray) -> np.ndarray:
-    """Return what share of the variance of the mean of two estimates, ``(2, d, ...)``, is no chance."""
-    deviations = halves - halves.mean(1, keepdims=True)
-    scale = np.sqrt(np.square(deviations).sum(1).prod(0))
-    agreement = np.maximum((deviations[0] * deviations[1]).sum(0) / np.where(scale > 0, scale, 1.0), 0.0)
-    # By the formula of Spearman and Brown, from the reliability of one half to that of both.
-    return 2.0 * agreement / (1.0 + agreement)
+        total += particle_mean(probe * (plus - minus)) / (2.0 * CURVATURE.width * (1 if exact else CURVATURE.probes))
+    return total
 
 
 def mean_product(u: np.ndarray, direction: np.ndarray, gradients: Gradients, seeds: Sequence[int]) -> np.ndarray:

@@ -19,7 +19,6 @@ from numpyro_repulsion.warmup.curvature import (
     mean_diagonal,
     mean_product,
     noise_by_coordinate,
-    reliability,
 )
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner, inverse_root
 from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
@@ -192,9 +191,14 @@ def pooled_factors(halves, units):
     its own as far as the halves agree on which units are noisy, and otherwise that of all units.
     """
     rest, own = units.split(halves)
+    logs = np.log(own)
+    deviations = logs - logs.mean(1, keepdims=True)
+    scale = np.sqrt(np.square(deviations).sum(1).prod(0))
+    agreement = np.maximum((deviations[0] * deviations[1]).sum(0) / np.where(scale > 0, scale, 1.0), 0.0)
     mean = own.mean(0)
     center = np.log(mean).mean(0)
-    pooled = np.exp(center + reliability(np.log(own)) * (np.log(mean) - center))
+    # By the formula of Spearman and Brown, from the reliability of one half to that of both.
+    pooled = np.exp(center + 2.0 * agreement / (1.0 + agreement) * (np.log(mean) - center))
     return units.join(rest.mean(0), pooled * mean.mean(0) / pooled.mean(0))
 
 

@@ -37,8 +37,6 @@ class StepConstants:
     #: With fewer effective draws in all along most coordinates, even with a longer step, runs with minibatches keep the
     #: budget: they tell only about what moves fast, and that would be biased.
     least: float = 20.0
-    #: By how much noise of control variates of first order may widen variances while it is annealed.
-    wider: float = 0.1
     #: The share of the limit of stability at typical particles up to which a short run may raise the step.
     stable: float = 0.5
     #: The step if nothing could be measured, as for particles that do not move, in steps of the arrival.
@@ -201,11 +199,7 @@ def _with_step_size(rng, window, warmup, cloud, sampler):
     plan, dynamics, size = sampler.plan, sampler.dynamics, cloud.potential_energy.size
     coupling = sampler.couple(cloud.z, warmup.bandwidth)
     error, variance = dynamics.step_error(coupling), warmup.largest_variance(dynamics)
-    share = window.annealed_share
-    if warmup.order == 1:
-        # Which grows with the squared distance from the reference, and so as it widens the cloud.
-        share = max(share, plan.tolerance(error, 1) / STEP.wider)
-    noise = share * warmup.noise, share * warmup.isotropic_noise
+    noise = window.annealed_share * warmup.noise, window.annealed_share * warmup.isotropic_noise
     # Whitened by the mean curvature, some direction has one of 1, even if lost particles make the variance huge.
     whitened = np.minimum(variance, 1.0) if plan.is_noisy and plan.kind is not None else variance
     stats = _stats(warmup, noise, whitened, coupling, sampler)

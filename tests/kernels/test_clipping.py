@@ -16,7 +16,6 @@ from numpyro_repulsion import SGLD, ControlVariates
 from numpyro_repulsion.findings import MAX_FLAGGED
 from numpyro_repulsion.kernels import iteration
 from numpyro_repulsion.kernels.iteration import clip, clip_coordinates, coordinate_limit, length_limit, warmup_limit
-from numpyro_repulsion.warmup import step_size
 
 
 def test_lengths_and_flags():
@@ -31,7 +30,7 @@ def test_lengths_and_flags():
 
 
 @pytest.mark.parametrize(
-    ("limit", "expected"), [(coordinate_limit(5.0), 15.0), (coordinate_limit(0.5), 10.0), (warmup_limit(3.0), 12.0)]
+    ("limit", "expected"), [(coordinate_limit(5.0), 15.0), (coordinate_limit(0.5), 10.0), (warmup_limit(3.0), 200.0)]
 )
 def test_noisy_coordinates_may_be_longer(limit, expected):
     sizes = expected * jnp.array([0.99, 1.01])
@@ -68,7 +67,7 @@ def run_rare(num_warmup, num_chains, seed):
 def test_rare_rows_reach_no_bound(monkeypatch):
     def share_flagged(seed):
         """Above `MAX_FLAGGED`, a run says that its bias is unknown."""
-        return run_rare(500, 20, seed).last_state.num_flagged_updates / (20 * 100 * 10)
+        return run_rare(300, 10, seed).last_state.num_flagged_updates / (10 * 100 * 10)
 
     # The noise that warmup measures differs by a factor of four between these.
     for seed in (1, 4):
@@ -79,11 +78,11 @@ def test_rare_rows_reach_no_bound(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wider", [None, 1e9])
-def test_annealed_noise_does_not_heat_the_cloud(wider, monkeypatch):
-    """Noise of first order widens the cloud, a wider cloud has more of it, and the scale follows."""
-    if wider:
-        monkeypatch.setattr(step_size, "STEP", replace(step_size.STEP, wider=wider))
-    scales = [float(jnp.log(run_rare(300, 10, seed).get_samples()["scale"]).mean()) for seed in (1, 2, 6)]
-    # Of a run with second order: -0.32, and sd 0.03.
-    assert (np.abs(np.array(scales) + 0.32) < 0.1).all() == (wider is None), scales
+@pytest.mark.parametrize("limit", [None, 6.0])
+def test_clipping_in_warmup_does_not_move_a_scale(limit, monkeypatch):
+    """The noise of the scale is skewed, because a row that is drawn balances hundreds that are not."""
+    if limit:
+        monkeypatch.setattr(iteration, "CLIPPING", replace(iteration.CLIPPING, warmup=limit))
+    scales = [float(jnp.log(run_rare(300, 10, seed).get_samples()["scale"]).mean()) for seed in (1, 6)]
+    # Long runs with second order have -0.315, and sd 0.03.
+    assert (np.abs(np.array(scales) + 0.315) < 0.1).all() == (limit is None), scales

@@ -11,7 +11,6 @@ from numpyro_repulsion.warmup.curvature import (
     hessian_and_noise,
     mean_diagonal,
     mean_product,
-    pooled,
     signs,
 )
 from numpyro_repulsion.warmup.scales import extremes, pooled_factors, shrink_noisy_directions, whitening, wide_direction
@@ -124,26 +123,6 @@ def test_the_diagonal_is_that_of_the_hessian(dimension, seed):
     off = (hessian - np.diag(np.diag(hessian))) * (dimension > CURVATURE.probes)
     error = np.sqrt((off**2).sum(1) / (CURVATURE.probes * size)) + 1e-3
     assert (np.abs(found - np.diag(hessian)) < 4.5 * error).all()
-
-
-@pytest.mark.parametrize("spread", [0.0, 0.3, 1.0])
-def test_estimates_are_pooled_as_far_as_halves_disagree(spread):
-    def error(found):
-        return np.sqrt(np.mean((np.log(found) - logs) ** 2))
-
-    rng = np.random.default_rng(0)
-    logs = spread * rng.standard_normal(2000)
-    halves = np.exp(logs + 0.4 * rng.standard_normal((2, 2000)))
-    # The variance of the mean is 0.08, of which an estimate that knows the spread leaves this.
-    best = np.sqrt(0.08 * spread**2 / (spread**2 + 0.08))
-    assert error(pooled(halves)) < 1.1 * best + 0.05
-    assert error(halves.mean(0)) > 1.2 * best or spread == 1.0
-
-
-def test_curvature_that_is_not_positive_stays():
-    halves = np.array([[1.0, 2.0, -1.0, 3.0], [2.0, 1.0, 0.5, -1.0]])
-    np.testing.assert_allclose(pooled(halves), [1.5, 1.5, -0.25, 1.0])
-    np.testing.assert_allclose(pooled(-halves[:, :2]), [-1.5, -1.5])
 
 
 def test_whitening_inverts_a_curvature():
