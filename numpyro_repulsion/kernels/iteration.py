@@ -76,10 +76,8 @@ class ClippingConstants:
     #: tails: of 1,000 random intercepts, one exceeds 10 times its expected size in 6 % of the updates, and 20 times in
     #: 0.06 % (tests/kernels/test_clipping.py).
     extremes: float = 3.0
-    #: Their limit in warmup, in standard deviations. The noise of a scale of thousands of effects is skewed: few rows,
-    #: seldom drawn, balance what all others have in each minibatch. A limit of 6 cut them off, and the scale drifted to
-    #: e⁹ (tests/kernels/test_clipping.py).
-    warmup: float = 100.0
+    #: Their limit in warmup, where steps are longer, in standard deviations.
+    warmup: float = 6.0
     #: A clipped gradient is recognized by reaching the limit, but for rounding.
     reached: float = 1.0 - 1e-4
 

@@ -30,7 +30,7 @@ def test_lengths_and_flags():
 
 
 @pytest.mark.parametrize(
-    ("limit", "expected"), [(coordinate_limit(5.0), 15.0), (coordinate_limit(0.5), 10.0), (warmup_limit(3.0), 200.0)]
+    ("limit", "expected"), [(coordinate_limit(5.0), 15.0), (coordinate_limit(0.5), 10.0), (warmup_limit(3.0), 12.0)]
 )
 def test_noisy_coordinates_may_be_longer(limit, expected):
     sizes = expected * jnp.array([0.99, 1.01])
@@ -67,7 +67,7 @@ def run_rare(num_warmup, num_chains, seed):
 def test_rare_rows_reach_no_bound(monkeypatch):
     def share_flagged(seed):
         """Above `MAX_FLAGGED`, a run says that its bias is unknown."""
-        return run_rare(300, 10, seed).last_state.num_flagged_updates / (10 * 100 * 10)
+        return run_rare(500, 20, seed).last_state.num_flagged_updates / (20 * 100 * 10)
 
     # The noise that warmup measures differs by a factor of four between these.
     for seed in (1, 4):
@@ -75,14 +75,3 @@ def test_rare_rows_reach_no_bound(monkeypatch):
     # The control: what one in ten exceeds.
     monkeypatch.setattr(iteration, "CLIPPING", replace(iteration.CLIPPING, extremes=1.0))
     assert share_flagged(1) > MAX_FLAGGED
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("limit", [None, 6.0])
-def test_clipping_in_warmup_does_not_move_a_scale(limit, monkeypatch):
-    """The noise of the scale is skewed, because a row that is drawn balances hundreds that are not."""
-    if limit:
-        monkeypatch.setattr(iteration, "CLIPPING", replace(iteration.CLIPPING, warmup=limit))
-    scales = [float(jnp.log(run_rare(300, 10, seed).get_samples()["scale"]).mean()) for seed in (1, 6)]
-    # Long runs with second order have -0.315, and sd 0.03.
-    assert (np.abs(np.array(scales) + 0.315) < 0.1).all() == (limit is None), scales
