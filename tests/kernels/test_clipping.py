@@ -75,3 +75,11 @@ def test_rare_rows_reach_no_bound(monkeypatch):
     # The control: what one in ten exceeds.
     monkeypatch.setattr(iteration, "CLIPPING", replace(iteration.CLIPPING, extremes=1.0))
     assert share_flagged(1) > MAX_FLAGGED
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="the limit in warmup cuts off rare rows, which balance what others have always")
+def test_a_short_warmup_does_not_move_a_scale():
+    log_scale = jnp.log(run_rare(300, 10, 1).get_samples()["scale"]).mean()
+    # Long runs with second order have -0.315, and sd 0.03.
+    assert abs(log_scale + 0.315) < 0.1
