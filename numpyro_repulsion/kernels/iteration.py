@@ -70,14 +70,13 @@ class ClippingConstants:
     #: The length of gradients of all rows, in units of that expected.
     length: float = 20.0
     #: The smallest limit of single coordinates of others: where there is hardly any noise, as with control variates of
-    #: second order, a gradient of 10 is that of the neck of a funnel.
+    #: second order, or it is unknown, a gradient of 10 is that of the neck of a funnel.
     coordinate: float = 10.0
     #: Their limit, in units of what one gradient in ten exceeds. Noise of parameters that few rows inform has long
     #: tails: of 1,000 random intercepts, one exceeds 10 times its expected size in 6 % of the updates, and 20 times in
-    #: 0.06 % (tests/kernels/test_clipping.py).
+    #: 0.06 % (tests/kernels/test_clipping.py). They must not be cut off: the gradient of a row that is drawn is long
+    #: because it makes up for all minibatches without it.
     extremes: float = 3.0
-    #: Their limit in warmup, where steps are longer, in standard deviations.
-    warmup: float = 6.0
     #: A clipped gradient is recognized by reaching the limit, but for rounding.
     reached: float = 1.0 - 1e-4
 
@@ -93,14 +92,9 @@ def length_limit(variances: Float[Array, " d"]) -> Float[Array, ""]:
 def coordinate_limit(extreme_gradient: Float[AnyArray, ""]) -> Float[AnyArray, ""]:
     """Return the size at which single coordinates of whitened gradients are clipped.
 
-    :param extreme_gradient: the largest coordinate that one gradient in ten exceeds.
+    :param extreme_gradient: the largest coordinate that one gradient in ten exceeds; 0 if unknown.
     """
     return jnp.maximum(CLIPPING.coordinate, CLIPPING.extremes * extreme_gradient)
-
-
-def warmup_limit(noise: Float[AnyArray, ""]) -> Float[AnyArray, ""]:
-    """Return the coordinate limit in warmup, where steps are longer, for the largest variance of the noise."""
-    return CLIPPING.warmup * jnp.sqrt(1.0 + noise)
 
 
 def clip(

@@ -196,16 +196,16 @@ def _like(given: Any, new: Any) -> Any:
 
 def info_of(plan: WarmupPlan, timetable: Timetable, warmup: WarmupState, iteration: int) -> WindowInfo:
     """Return the `WindowInfo` of an iteration, counted from 0."""
-    noise = 0.0
+    extreme = 0.0
     if plan.is_noisy and plan.measures:
-        noise = warmup._replace(measurements=jax.device_get(warmup.measurements)).noise
+        extreme = warmup._replace(measurements=jax.device_get(warmup.measurements)).extreme_gradient
     begins, ends = map(np.int32, timetable.half_of_arrival(iteration))
     return WindowInfo(
         np.int32(timetable.next_end(iteration)),
         np.int32(timetable.at(ARRIVED)),
         (begins, ends),
         np.bool_(iteration < timetable.at(FREEZE)),
-        np.asarray(noise, warmup.step_size.dtype),
+        np.asarray(extreme, warmup.step_size.dtype),
     )
 
 
@@ -290,7 +290,7 @@ def judge(bound: BoundSampler, plan: WarmupPlan, state: WarmupRun) -> Judged:
     with np.errstate(all="ignore"):
         extreme = np.zeros((), like.dtype)
         if plan.measures:
-            extreme = np.asarray(known.mean_extreme_gradient[warmup.order], like.dtype)
+            extreme = np.asarray(warmup.extreme_gradient, like.dtype)
         if not (plan.measures or plan.has_given_moves):
             return Judged(extreme, None, None)
         is_jumping = None if kernel.moves is None else what_is_on(bound, warmup)[1]

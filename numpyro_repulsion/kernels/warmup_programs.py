@@ -36,7 +36,7 @@ from numpyro_repulsion.gradients import (
     ravel_cloud,
 )
 from numpyro_repulsion.kernels.bound import BoundSampler
-from numpyro_repulsion.kernels.iteration import CloudMover, coordinate_limit, length_limit, warmup_limit
+from numpyro_repulsion.kernels.iteration import CloudMover, coordinate_limit, length_limit
 from numpyro_repulsion.kernels.state import Origin, ParticleState, map_particles
 from numpyro_repulsion.layout import place_everywhere
 from numpyro_repulsion.rounding import AnyArray
@@ -64,7 +64,7 @@ class WindowInfo(NamedTuple):
     arrived: Integer[AnyArray, ""]  # after how many iterations particles have arrived
     half: tuple[Integer[AnyArray, ""], Integer[AnyArray, ""]]  # where the present half of the arrival begins and ends
     is_adapting: Bool[AnyArray, ""]  # whether scales are still adapted
-    noise: Float[AnyArray, ""]  # the variance of the gradient noise in any direction, as last measured
+    extreme_gradient: Float[AnyArray, ""]  # as in `Measurements`, so far; 0 if unknown
 
 
 class WarmupMover(CloudMover):
@@ -90,7 +90,7 @@ class WarmupMover(CloudMover):
     def sampler_iteration(self, state: WarmupRun, window: WindowInfo) -> WarmupRun:
         """Make one iteration of the sampler."""
         warmup = self._with_window_references(window, state.cloud, state.warmup)
-        learned = self.for_updates(warmup, warmup_limit(window.noise))
+        learned = self.for_updates(warmup, coordinate_limit(window.extreme_gradient))
         # A key is split for jumps even where there are none, so that switching them on changes no other key.
         rng_key, progress, learned = self.move(state.rng_key, state.cloud, learned, state.num_updates, True)
         cloud, bandwidth, symptoms = progress.cloud, warmup.bandwidth, warmup.symptoms

@@ -198,6 +198,11 @@ class WarmupState(NamedTuple):
         return self.measurements.mean_noise[self.order]
 
     @property
+    def extreme_gradient(self) -> float:
+        """The largest coordinate that one gradient in ten exceeds, in use; 0 if unknown."""
+        return self.measurements.mean_extreme_gradient[self.order]
+
+    @property
     def isotropic_noise(self) -> float:
         """The mean variance of the gradient in use, over all directions."""
         return self.measurements.mean_isotropic_noise[self.order]
