@@ -430,11 +430,12 @@ class ModelTarget(Target):
 
         def unconstrained():
             sites.update(self._trace({}))
+            self._classify(sites)
             if local := local_sites(sites):
                 self._integrate(local)
                 sites.clear()
                 sites.update(self._trace({}))
-            self._classify(sites)
+                self._classify(sites)
             return self._unconstrained(sites), {name: sites[name]["value"] for name in self.discrete}
 
         with watch:

@@ -197,7 +197,7 @@ def must_fail(case):
     wrong = case.flaw in ("negative_step", "init_shape")
     wrong |= case.flaw == "chain_method" and case.chains > 1
     wrong |= case.flaw == "nan" and case.likelihood != "none"
-    wrong |= case.flaw in ("local", "unused", "discrete") and is_minibatched(case) and case.handler != "mask"
+    wrong |= case.flaw in ("unused", "discrete") and is_minibatched(case) and case.handler != "mask"
     return wrong
 
 
@@ -239,6 +239,8 @@ def check(case, mcmc, model, x, y):
         for name, site in sites.items()
         if site["type"] == "sample" and not site["is_observed"] and not site["fn"].support.is_discrete
     }
+    if is_minibatched(case):
+        latent.pop("local", None)  # integrated out
     draws = mcmc.get_samples(group_by_chain=True)
     kept = case.num_samples // case.thinning
     plain = {name: value for name, value in draws.items() if name in latent}
