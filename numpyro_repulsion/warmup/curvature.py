@@ -258,7 +258,6 @@ def noise_by_coordinate(rng: Generator, u: np.ndarray, gradients: Gradients, num
     ``(G, L, d)``, as ``(2, d)``; a single particle is in both.
 
     :param num_pairs: how many pairs of minibatches give it, by their differences.
-    :param order: that of the control variates.
     """
     total = np.zeros((2, u.shape[-1]))
     found = gradients((draw_seed(rng), u, order) for _ in range(2 * num_pairs))
@@ -322,18 +321,19 @@ def _variances(rng, gradients, mixes):
     largest = 0.0
     for half, other_half in ((0, 1), (1, 0)):
         for side, other_side in zip(sides, sides[::-1], strict=True):
-            direction = _widest(rng, deviations[half, :, side].reshape(-1, dimension))
+            start = signs(rng, (dimension,), deviations.dtype) / dimension**0.5
+            rows_of_half = deviations[half, :, side].reshape(-1, dimension)
+            direction = widest(rows_of_half, start, CURVATURE.iterations).astype(deviations.dtype)
             along = matmul(deviations[other_half, :, other_side].reshape(-1, dimension), direction)
             largest += np.square(along).sum() / rows
     extreme = np.quantile(np.abs(known).max(-1), CURVATURE.quantile)
     return largest, np.square(deviations).sum() / (rows * dimension), extreme
 
 
-def _widest(rng, rows):
-    """Return the unit vector along which rows ``(n, d)`` vary most, by power iteration."""
-    direction = signs(rng, rows.shape[-1:], rows.dtype) / rows.shape[-1] ** 0.5
-    for _ in range(CURVATURE.iterations):
+def widest(rows: np.ndarray, direction: np.ndarray, number: int) -> np.ndarray:
+    """Return the unit vector along which rows ``(n, d)`` vary most, by so many power iterations from a direction."""
+    for _ in range(number):
         product = matmul(matmul(rows, direction), rows)
         size = np.linalg.norm(product)
         direction = product / size if size > 0 else direction
-    return direction.astype(rows.dtype)
+    return direction

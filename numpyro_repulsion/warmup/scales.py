@@ -19,6 +19,7 @@ from numpyro_repulsion.warmup.curvature import (
     mean_diagonal,
     mean_product,
     noise_by_coordinate,
+    widest,
 )
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner, inverse_root
 from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
@@ -103,15 +104,12 @@ def _whitened(rng, window, warmup, cloud, sampler):
         return _changed(warmup, cloud, Preconditioner(scale, warmup.moments.position))
     # The noise limits the step, and matters for the last scales only.
     measures_noise = sampler.plan.budget is not None and window.is_at(FREEZE)
-    groups, particles = cloud.potential_energy.shape
-    num_independent = groups if sampler.plan.shares_minibatches else groups * particles
-    num_updates = window.timetable.num_warmup * sampler.plan.num_steps
-    num_pairs = num_noise_pairs(dimension, num_independent, sampler.plan.num_minibatches, num_updates)
+    num_pairs, num_independent = _num_noise_pairs(window, cloud, sampler.plan)
     gradients = sampler.gradients(warmup)
     if window.is_prolonged:
         hessian, covariance = np.diag(mean_diagonal(rng, points, gradients)), np.zeros((dimension, dimension))
     else:
-        numbers = _num_for_curvature(dimension, cloud, sampler), num_pairs * measures_noise
+        numbers = _num_for_curvature(cloud, sampler.plan), num_pairs * measures_noise
         hessian, covariance = hessian_and_noise(rng, points, gradients, *numbers, warmup.order)
     scale, factor = whitening(weight * hessian + (1.0 - weight) * np.eye(dimension, dtype=hessian.dtype)), 1.0
     if covariance.any():
@@ -139,7 +137,7 @@ def _low_rank(rng, window, warmup, cloud, sampler):
         # Directions of a network differ from particle to particle, and cost hundreds of gradients of the cloud.
         vectors, values = np.zeros_like(old.vectors), np.ones_like(old.stretch)
     else:
-        number = _num_for_curvature(y.shape[-1], cloud, sampler, rank)
+        number = _num_for_curvature(cloud, sampler.plan, rank)
         gradients, seeds = sampler.gradients(plain), [draw_seed(rng) for _ in range(number)]
 
         def product(v):
@@ -224,12 +222,8 @@ def wide_direction(rng: Generator, y: np.ndarray) -> np.ndarray:
     flat = (y - y.mean((0, 1))).reshape(-1, y.shape[-1])
     flat = np.where(np.isfinite(flat), flat, 0.0)
     drawn = rng.standard_normal(y.shape[-1:]).astype(y.dtype)
-    direction = drawn = drawn / np.linalg.norm(drawn)
-    for _ in range(10):
-        product = flat @ direction @ flat
-        size = np.linalg.norm(product)
-        direction = product / size if size > 0 else direction
-    return drawn + direction
+    drawn = drawn / np.linalg.norm(drawn)
+    return drawn + widest(flat, drawn, 10)
 
 
 def _sds(window, warmup):
@@ -242,10 +236,26 @@ def _sds(window, warmup):
     return np.where(np.isfinite(sds) & (sds > 0), sds, 1.0)
 
 
-def _num_for_curvature(dimension, cloud, sampler, rank=None):
-    groups, particles = cloud.potential_energy.shape
-    rows = sampler.plan.minibatch_size * groups * (1 if sampler.plan.shares_minibatches else particles)
-    return num_for_curvature(dimension, rows if sampler.plan.is_noisy else 0, rank)
+def _num_for_curvature(cloud, plan, rank=None):
+    """Return on how many minibatches of each particle to measure the curvature, for all eigenvectors or so many."""
+    if not plan.is_noisy:
+        return 1
+    dimension, rows = cloud.z.shape[-1], plan.minibatch_size * _num_independent(cloud, plan)
+    wanted = -(-(SCALES.rows if rank is None else SCALES.rows_of_few) * dimension // rows)
+    return max(1, min(wanted, SCALES.gradients // (2 * (dimension if rank is None else 2 * rank))))
+
+
+def _num_noise_pairs(window, cloud, plan):
+    """Return on how many pairs of minibatches of each particle to measure the covariance of the noise, and how many
+    particles have minibatches of their own."""
+    number = _num_independent(cloud, plan)
+    few = max(1, min(-(-SCALES.draws * cloud.z.shape[-1] // number), SCALES.pairs))
+    most = window.timetable.num_warmup * plan.num_steps // 100
+    return max(few, min(-(-SCALES.draws_of_rows * plan.num_minibatches // number), most)), number
+
+
+def _num_independent(cloud, plan):
+    return cloud.z.shape[0] if plan.shares_minibatches else cloud.potential_energy.size
 
 
 def _allowed_noise(warmup, cloud, sampler):
@@ -268,29 +278,6 @@ def _changed(warmup, cloud, change):
     cloud = cloud._replace(z=change.whiten(cloud.z), gradient=change.whiten_gradient(cloud.gradient))
     preconditioner, moments = warmup.preconditioner.compose(change), warmup.moments.compose(change)
     return warmup._replace(preconditioner=preconditioner, moments=moments, noise_shrinkage=1.0), cloud
-
-
-def num_for_curvature(dimension: int, rows: int, rank: int | None = None) -> int:
-    """Return on how many minibatches of each particle to measure the curvature.
-
-    :param rows: the number of rows in one minibatch of all particles, 0 if all rows are used.
-    :param rank: how many eigenvectors are wanted; ``None`` for all.
-    """
-    if rows == 0:
-        return 1
-    wanted = -(-(SCALES.rows if rank is None else SCALES.rows_of_few) * dimension // rows)
-    return max(1, min(wanted, SCALES.gradients // (2 * (dimension if rank is None else 2 * rank))))
-
-
-def num_noise_pairs(dimension: int, particles: int, num_minibatches: int, num_updates: int) -> int:
-    """Return on how many pairs of minibatches of each particle to measure the covariance of the noise.
-
-    :param particles: how many particles have minibatches of their own.
-    :param num_minibatches: how many minibatches there are in the data.
-    :param num_updates: the number of updates of the warmup.
-    """
-    few = max(1, min(-(-SCALES.draws * dimension // particles), SCALES.pairs))
-    return max(few, min(-(-SCALES.draws_of_rows * num_minibatches // particles), num_updates // 100))
 
 
 def extremes(
