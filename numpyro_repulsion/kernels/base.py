@@ -25,24 +25,11 @@ from numpyro_repulsion.findings import MAX_FLAGGED, Diagnosis, Finding, flagged_
 from numpyro_repulsion.gradients import Gradient, compiled, is_traced, ravel_cloud
 from numpyro_repulsion.interactions import Balanced, Coupling, Interaction
 from numpyro_repulsion.kernels import initialization, requirements, warmup_host, warmup_programs
-from numpyro_repulsion.kernels.bound import (
-    Binder,
-    BoundSampler,
-    Settings,
-    hinting,
-    preconditioner_scale,
-    step_schedule,
-)
+from numpyro_repulsion.kernels.bound import Binder, BoundSampler, Settings, hinting, preconditioner_scale, step_schedule
 from numpyro_repulsion.kernels.iteration import CloudMover
 from numpyro_repulsion.kernels.mcmc import arguments, calling_mcmc, collects_warmup
 from numpyro_repulsion.kernels.programs import Programs, compiler_options
-from numpyro_repulsion.kernels.state import (
-    ParticleState,
-    check_chains,
-    check_state,
-    map_particles,
-    row_seed,
-)
+from numpyro_repulsion.kernels.state import ParticleState, check_chains, check_state, map_particles, row_seed
 from numpyro_repulsion.kernels.warmup_programs import Frozen, WarmupRun
 from numpyro_repulsion.layout import place_everywhere
 from numpyro_repulsion.moves import Move
@@ -301,23 +288,16 @@ class ParticleKernel(Settings, MCMCKernel):
         plan = bound.plan()
         how = None
         if num_warmup == 0 or not plan.learns:
-            order, has_jumps = int(plan.epoch is not None), False
-            how = Frozen((order, has_jumps), skips_warmup=False, iteration=0, is_single=is_single)
+            how = Frozen((int(plan.epoch is not None), False), skips_warmup=False, iteration=0, is_single=is_single)
         posterior_id = None
         if num_warmup > 0 or bound.gradient.has_reference:
             posterior_id = bound.posterior_id(init_params)
             posterior_id = np.zeros(4, np.uint32) if posterior_id is None else posterior_id
         options = compiler_options(bound, 1, size, 1)
         with hinting(self.model, model_args, model_kwargs or {}):
-            begun = self._programs(
-                initialization.start,
-                bound,
-                initialization.StartSettings(num_warmup, how, bound.hessian_units()),
-                rng_key,
-                init_params,
-                posterior_id,
-                options=options,
-            )
+            settings = initialization.StartSettings(num_warmup, how, bound.hessian_units())
+            arrays = rng_key, init_params, posterior_id
+            begun = self._programs(initialization.start, bound, settings, *arrays, options=options)
         if not_jax_tracer(begun.cloud.potential_energy):
             initialization.check_start(bound, begun, init_params is not None)
         requirements.warn_of_short_warmup(num_warmup if plan.arrives else 0)
@@ -368,11 +348,9 @@ class ParticleKernel(Settings, MCMCKernel):
         # At both ends, so that the loops of callers leave the state on these devices.
         state = place_everywhere(given.with_particle_axis())
         mover, cloud = self.parts(state, model_args, model_kwargs)
-        learned, is_counted = mover.with_references(cloud, state.learned), True
-        splits_jump_key = learned.jumps is not None
-        rng_key, now, learned = mover.move(state.rng_key, cloud, learned, state.num_updates, splits_jump_key)
-        if state.origin.has_warmed:
-            is_counted = state.iteration >= state.num_warmup
+        learned = mover.with_references(cloud, state.learned)
+        rng_key, now, learned = mover.move(state.rng_key, cloud, learned, state.num_updates, learned.jumps is not None)
+        is_counted = not state.origin.has_warmed or state.iteration >= state.num_warmup
         count = state.num_flagged_updates + jnp.where(is_counted, now.flagged.sum(), 0)
         found = ParticleState.of(
             mover,

@@ -71,11 +71,7 @@ class Start(NamedTuple):
 
 
 def start(
-    bound: BoundSampler,
-    settings: StartSettings,
-    rng_key: jax.Array,
-    init_params: Particle | None,
-    posterior_id: Any,
+    bound: BoundSampler, settings: StartSettings, rng_key: jax.Array, init_params: Particle | None, posterior_id: Any
 ) -> Start:
     """Start particles, each with a key.
 
@@ -129,12 +125,10 @@ def start(
         # At the largest |U| its terms hardly cancel, so rounding errors are small compared with it.
         position = flat[jnp.argmax(jnp.abs(energy))]
         data_fingerprint = position, fingerprint(target, ravel_cloud(z)[1], position)
-    known = {"posterior_id": posterior_id, "data_fingerprint": data_fingerprint}
+    known = {"jumps": jumps, "posterior_id": posterior_id, "data_fingerprint": data_fingerprint}
     state = WarmupRun(
         cloud=cloud,
-        warmup=WarmupState.start(
-            num_warmup, change, first, bandwidth, cloud, plan, units, centering=centering, jumps=jumps, **known
-        ),
+        warmup=WarmupState.start(num_warmup, change, first, bandwidth, cloud, plan, units, centering, **known),
         num_updates=jnp.zeros((), jnp.int32),
         rng_key=state_key,
         row_seed=None if type(bound.gradient).at is Gradient.at else last_word(memory_key),
@@ -168,15 +162,10 @@ def _first_scales(kernel, plan, settings, flat, gradient):
 
 def _may_center(kernel, plan, target):
     """Return whether warmup may center hierarchical sites partly: where it measures the step and learns scales."""
-    learns = kernel.reparam is not None and plan.budget is not None and plan.kind is not None
+    learns = None not in (kernel.reparam, plan.budget, plan.kind) and kernel.dynamics.is_sampler
     # Jumps, and references of each particle, are in the coordinates of the model.
     needs_model_coordinates = plan.has_given_moves or plan.epoch is not None
-    return (
-        learns
-        and kernel.dynamics.is_sampler
-        and not needs_model_coordinates
-        and bool(target.location_scale or target.num_products)
-    )
+    return learns and not needs_model_coordinates and bool(target.location_scale or target.num_products)
 
 
 def _smallest_eigenvalue(interaction, u, bandwidth):

@@ -68,7 +68,7 @@ LEARNERS: tuple[Learner, ...] = (
 
 @dataclass(frozen=True, eq=False)
 class HostSampler:
-    """What learners may use of a bound sampler, by programs. Arrays are those of the host."""
+    """What learners may use of a bound sampler, by the programs of the same names. Arrays are those of the host."""
 
     bound: BoundSampler
     plan: WarmupPlan
@@ -115,7 +115,6 @@ class HostSampler:
         return self._couple(u, self.state.warmup.bandwidth, is_new=True).bandwidth
 
     def best_bandwidth(self, u, rule, tolerance):
-        """Return the bandwidth, a multiple of the rule's, that gains most."""
         return self._run(warmup_programs.best_bandwidth, tolerance, u, rule)
 
     def gradients(self, warmup):
@@ -142,48 +141,38 @@ class HostSampler:
             yield from zip(*(x[:count] for x in found), strict=True)
 
     def energy_on_common_rows(self, warmup, u):
-        """Return U at all particles on the same rows, ``(G, L)``."""
         return self._run(warmup_programs.energy_on_common_rows, None, self._coordinates(warmup), u)
 
     def log_volume_gained(self, warmup, u):
-        """Return how much lower U is than where all hierarchical sites are standardized, ``(G, L)``."""
         target = self.bound.target
         if not (target.location_scale or target.num_products):
             return np.zeros(u.shape[:-1], u.dtype)
         return self._run(warmup_programs.log_volume_gained, None, self._coordinates(warmup), u)
 
     def energy_to_compare(self, centering, y):
-        """Return energies of the likelihood alone, on the same rows, in coordinates of a centering."""
         where = Coordinates(Preconditioner(), centering, None, self.state.prototype)
         return self._run(warmup_programs.energy_to_compare, None, where, y)
 
     def recover_and_center(self, warmup, u, learns):
-        """Return the centering, if it ``learns`` with powers and bases by gradients, and particles of the model."""
-        return self._run(
-            warmup_programs.recover_and_center, CENTERING.sd if learns else None, self._coordinates(warmup), u
-        )
+        smallest_sd = CENTERING.sd if learns else None
+        return self._run(warmup_programs.recover_and_center, smallest_sd, self._coordinates(warmup), u)
 
     def to_coordinates(self, centering, found):
-        """Return recovered particles in coordinates of a centering."""
         return self._run(warmup_programs.to_coordinates, None, self._coordinates(self.state.warmup), centering, found)
 
     def evaluate_reference(self, rng, warmup, reference, u, with_hessian):
-        """Return the reference at whitened positions, with U, ∇U and on request ∇²U over all rows."""
         size, seed = self.state.cloud.potential_energy.size, np.uint32(draw_seed(rng))
         reference = reference._replace(posterior_id=warmup.posterior_id)
         where = self._coordinates(warmup._replace(reference=None))
         passes = reference.hessian.units.num_probes * self.plan.num_minibatches // size if with_hessian else 0
-        rest = reference, u, self.state.rng_key, seed
-        program, settings = warmup_programs.evaluate_reference, (size, with_hessian)
-        return self._run(program, settings, where, *rest, num_gradients=passes)
+        arrays = where, reference, u, self.state.rng_key, seed
+        return self._run(warmup_programs.evaluate_reference, (size, with_hessian), *arrays, num_gradients=passes)
 
     def mean_curvature(self, warmup, u):
-        """Return the mean curvature as an arrow, in diagonally whitened coordinates."""
         number = warmup.reference.hessian.units.num_probes
         return self._run(warmup_programs.mean_curvature, None, self._coordinates(warmup), u, num_gradients=number)
 
     def settled(self, cloud, step_size, noise):
-        """Return the cloud whose memory suits a new step size."""
         if type(self.dynamics).settled is Dynamics.settled:
             return cloud
         return self._run(warmup_programs.settled, None, cloud, step_size, noise)
@@ -288,9 +277,7 @@ def judge(bound: BoundSampler, plan: WarmupPlan, state: WarmupRun) -> Judged:
         return np.where(np.isnan(found), np.asarray(UNKNOWN, like.dtype), found)
 
     with np.errstate(all="ignore"):
-        extreme = np.zeros((), like.dtype)
-        if plan.measures:
-            extreme = np.asarray(warmup.extreme_gradient, like.dtype)
+        extreme = np.asarray(warmup.extreme_gradient if plan.measures else 0.0, like.dtype)
         if not (plan.measures or plan.has_given_moves):
             return Judged(extreme, None, None)
         is_jumping = None if kernel.moves is None else what_is_on(bound, warmup)[1]

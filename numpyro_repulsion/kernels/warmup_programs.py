@@ -306,6 +306,7 @@ def recover_and_center(bound: BoundSampler, smallest_sd: float | None, where: Co
 
 
 def to_coordinates(bound: BoundSampler, _: None, where: Coordinates, centering: Centering, found: Recovered) -> Any:
+    """Return recovered particles in coordinates of another centering."""
     return _at(bound, where).centered(centering).to_coordinates(found)
 
 
@@ -330,10 +331,12 @@ def couple(bound: BoundSampler, _: None, u, bandwidth, is_new, key, seed) -> Cou
 
 
 def best_bandwidth(bound: BoundSampler, tolerance: float, u, rule) -> Any:
+    """Return the bandwidth, a multiple of the rule's, that gains most."""
     return _best_bandwidth(bound.kernel.interaction, u, rule, tolerance)
 
 
 def settled(bound: BoundSampler, _: None, cloud: Cloud, step_size, noise) -> Any:
+    """Return the cloud whose memory suits a new step size."""
     return bound.kernel.dynamics.settled(cloud, step_size, noise)
 
 
