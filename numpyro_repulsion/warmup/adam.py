@@ -160,7 +160,6 @@ def descend(
     :param slope: what the particles descend, ``(G, L, d)``: ∇U or :func:`svgd_direction`.
     :param rate: η at the start, in units of the standard deviations of the starts, ``(G, L)``.
     :param share_done: the share of the arrival that is done, in [0, 1].
-    :param temperature: the factor of the variance of the noise.
     """
     u = position[0]
     count = state.number + 1

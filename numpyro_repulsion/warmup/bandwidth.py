@@ -44,7 +44,6 @@ def gains(
     and kernels of differences, ū and the x_i are independent, so each relaxes by itself; where K hardly changes (many
     dimensions), the bounds are attained.
 
-    :param u: particles, ``(G, L, d)``.
     :param tolerance: δ of the bias budget.
     :return: how fast the ensemble mean relaxes, relative to particles without interaction; the same for the ensemble
         average of squares; and the longest step whose bias is within the budget, in units of 1 / curvature.

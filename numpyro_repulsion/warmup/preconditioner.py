@@ -110,7 +110,7 @@ class Preconditioner(NamedTuple):
         self, u: Float[AnyArray, "*particles d"], gradient: Float[AnyArray, "*particles d"]
     ) -> tuple[Float[AnyArray, "*particles d"], Float[AnyArray, "*particles d"]]:
         """Return whitened positions and gradients along the coordinates of z, each in units of its scale."""
-        if self.scale is None or self.kind == "diagonal":
+        if self.kind == "diagonal":
             return u, gradient
         unit = self.lengths()
         positions = self._replace(center=None).to_positions(u)
@@ -149,10 +149,7 @@ def first_scale(
 ) -> Preconditioner:
     """Estimate diagonal scales at the starts: for a Gaussian, spread over gradient is the variance.
 
-    :param z: starts, ``(L, d)``.
-    :param gradient: ∇U there; non-finite values are ignored. A single particle has no spread, so its scale is one over
-        its gradient.
-    :param units: those of an arrow.
+    Non-finite values are ignored. A single particle has no spread, so its scale is one over its gradient.
     """
     center = jnp.nanmedian(z, 0)
     spread = jnp.nanmedian(jnp.abs(z - center), 0)

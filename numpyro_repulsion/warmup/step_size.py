@@ -218,9 +218,7 @@ def _with_step_size(rng, window, warmup, cloud, sampler):
     gains = _gains_draws(window, warmup, sampler) and not is_in_vain
     wanted = np.maximum(plan.budget.min_draws, STEP.draws * size) if gains and plan.budget.min_draws else 0.0
     step_size = plan.budget.step_size(
-        max_step_for_bias=_longest_within_bias(
-            rng, window, warmup, cloud, sampler, error, stats, needed=wanted / of_widest
-        ),
+        max_step_for_bias=_longest_within_bias(rng, window, warmup, cloud, sampler, error, stats, wanted / of_widest),
         max_step_for_short_run=longest_of_short_run,
         stability_limit=error.stability_limit(stats),
         # With draws for any step, none is raised.
