@@ -61,11 +61,7 @@ sgld, sghmc = of_kernel(blackjax.sgld), of_kernel(partial(blackjax.sghmc, num_in
 
 
 def sgnht(estimate, step_size):
-    kernel = blackjax.sgnht(estimate)
-
-    def step(key, state, batch):
-        return kernel.step(key, state, batch, step_size)
-
+    step = of_kernel(blackjax.sgnht)(estimate, step_size)
     # The thermostat starts at the friction.
     step.init = lambda key, beta: blackjax.sgmcmc.sgnht.init(beta, key, jnp.float32(0.01))
     return step
@@ -95,80 +91,67 @@ def sample(make_step, key, X, y, beta, *, num_draws, thinning, shared):
 
 
 class Sampler(NamedTuple):
-    """A sampler with its setting; ``make(length)`` is ``(key, X, y) -> draws (n, d)``, ``run`` the length in words."""
+    """A sampler with its setting; ``sampled`` is ``(length, key, X, y) -> draws (n, d)``, ``run`` what it makes."""
 
     name: str
     setting: str
-    make: Callable
+    sampled: Callable
     run: str
     length: int
     repeats: int = 3
 
 
 def ours(kernel, **settings):
-    def make(length):
-        def go(key, X, y):
-            mcmc = vectorized(kernel(logistic_regression, **settings), length, length, PARTICLES)
-            mcmc.run(key, X, y, subsample_size=BATCH)
-            return mcmc.get_samples()["beta"]
+    def sampled(length, key, X, y):
+        mcmc = vectorized(kernel(logistic_regression, **settings), length, length, PARTICLES)
+        mcmc.run(key, X, y, subsample_size=BATCH)
+        return mcmc.get_samples()["beta"]
 
-        return go
-
-    return make
+    return sampled
 
 
 def chains(kernel, step_size, shared=True, corrected=False):
     """A third of the updates is dropped. With control variates chains start at the mode, else at zero."""
     inner = INNER if kernel is sghmc else 1
 
-    def make(length):
-        def go(key, X, y):
-            start, mode = AT_ZERO, None
-            if corrected:
-                mode = jnp.asarray(newton(np.asarray(X, float), np.asarray(y, float), NEWTON_STEPS)[0], X.dtype)
-                start = start + mode
+    def sampled(length, key, X, y):
+        start, mode = AT_ZERO, None
+        if corrected:
+            mode = mode_of(X, y)
+            start = start + mode
 
-            def step(X, y):
-                about = blackjax.sgmcmc.gradients.control_variates
-                return kernel(about(gradient, mode, (X, y)) if corrected else gradient, step_size)
+        def step(X, y):
+            about = blackjax.sgmcmc.gradients.control_variates
+            return kernel(about(gradient, mode, (X, y)) if corrected else gradient, step_size)
 
-            program = jax.jit(partial(sample, step, num_draws=length // 10, thinning=10 // inner, shared=shared))
-            return program(key, X, y, start)[length // 30 :].reshape(-1, DIMENSION)
+        program = jax.jit(partial(sample, step, num_draws=length // 10, thinning=10 // inner, shared=shared))
+        return program(key, X, y, start)[length // 30 :].reshape(-1, DIMENSION)
 
-        return go
-
-    return make
+    return sampled
 
 
-def nuts(length):
-    def go(key, X, y):
-        mcmc = vectorized(NUTS(logistic_regression), 2 * length // 3, length, 4)
-        mcmc.run(key, X, y)
-        return mcmc.get_samples()["beta"]
-
-    return go
+def mode_of(X, y):
+    return jnp.asarray(newton(np.asarray(X, float), np.asarray(y, float), NEWTON_STEPS)[0], X.dtype)
 
 
-def hmcecs(length):
-    def go(key, X, y):
-        mode = newton(np.asarray(X, float), np.asarray(y, float), NEWTON_STEPS)[0]
-        proxy = HMCECS.taylor_proxy({"beta": jnp.asarray(mode, X.dtype)})
-        kernel = HMCECS(NUTS(logistic_regression), num_blocks=100, proxy=proxy)
-        mcmc = MCMC(kernel, num_warmup=3 * length // 7, num_samples=length, progress_bar=False)
-        mcmc.run(key, X, y, subsample_size=BATCH)
-        return mcmc.get_samples()["beta"]
-
-    return go
+def nuts(length, key, X, y):
+    mcmc = vectorized(NUTS(logistic_regression), 2 * length // 3, length, 4)
+    mcmc.run(key, X, y)
+    return mcmc.get_samples()["beta"]
 
 
-def steinvi(length):
-    def go(key, X, y):
-        parts = AutoDelta(logistic_regression), Adagrad(0.1), RBFKernel()
-        stein = SteinVI(logistic_regression, *parts, num_stein_particles=PARTICLES)
-        found = stein.run(key, length, X, y, subsample_size=BATCH, progress_bar=False)
-        return stein.get_params(found.state)["beta_auto_loc"]
+def hmcecs(length, key, X, y):
+    kernel = HMCECS(NUTS(logistic_regression), num_blocks=100, proxy=HMCECS.taylor_proxy({"beta": mode_of(X, y)}))
+    mcmc = MCMC(kernel, num_warmup=3 * length // 7, num_samples=length, progress_bar=False)
+    mcmc.run(key, X, y, subsample_size=BATCH)
+    return mcmc.get_samples()["beta"]
 
-    return go
+
+def steinvi(length, key, X, y):
+    parts = AutoDelta(logistic_regression), Adagrad(0.1), RBFKernel()
+    stein = SteinVI(logistic_regression, *parts, num_stein_particles=PARTICLES)
+    found = stein.run(key, length, X, y, subsample_size=BATCH, progress_bar=False)
+    return stein.get_params(found.state)["beta_auto_loc"]
 
 
 SETTINGS = {"run": "300 + 300 iterations of 10", "length": 300, "repeats": 6}

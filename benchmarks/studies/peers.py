@@ -138,7 +138,7 @@ def accuracy(sampler, X, y, exact):
     for seed in range(sampler.repeats):
         jax.clear_caches()
         began = time.perf_counter()
-        draws = np.asarray(sampler.make(sampler.length)(random.key(seed), X, y), float)
+        draws = np.asarray(sampler.sampled(sampler.length, random.key(seed), X, y), float)
         seconds.append(time.perf_counter() - began)
         means.append((draws.mean(0) - mean) / sd)
         deviations.append(draws.std(0) / sd - 1)
