@@ -83,6 +83,14 @@ def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
     return "\n".join(rows)
 
 
+def placed(value: Any, digits: int) -> str:
+    """A number, or one with its site; nothing for ``None``."""
+    if value is None:
+        return ""
+    number, site = value if isinstance(value, list | tuple) else (value, "")
+    return f"{number:,.{digits}f}" + (f" ({site})" if site else "")
+
+
 def pm(mean: float, error: float, digits: int = 3) -> str:
     """A mean and its standard error, as the tables have them; of one run there is no error."""
     form = ".1e" if abs(mean) >= 1e6 else f",.{digits if abs(mean) < 1000 else 0}f"

@@ -19,7 +19,7 @@ import numpyro.distributions as dist
 
 from benchmarks.problems import real
 from benchmarks.problems.real import as_jax
-from benchmarks.problems.targets import normals
+from benchmarks.problems.targets import normals, sample
 
 REFERENCES = pathlib.Path(__file__).parents[1] / "references" / "many_effects"
 BATCH = 500
@@ -76,8 +76,7 @@ def responses(persons: int = 2000, items: int = 100, share: float = 0.3) -> Many
     def model(u, i, y):
         mean, s_a, s_b = numpyro.sample("mean", dist.Normal(0, 1)), half_normal("s_a"), half_normal("s_b")
         with numpyro.plate("items", items):
-            log_a = numpyro.sample("log_a", dist.Normal(0, s_a))
-            b = numpyro.sample("b", dist.Normal(mean, s_b))
+            log_a, b = sample(log_a=dist.Normal(0, s_a), b=dist.Normal(mean, s_b))
         with numpyro.plate("persons", persons):
             ability = numpyro.sample("ability", dist.Normal(0, 1))
         with numpyro.plate("rows", len(y), subsample_size=BATCH) as r:
@@ -99,8 +98,7 @@ def slopes(groups: int = 300, n: int = 20_000) -> ManyEffects:
         mean, beta = numpyro.sample("mean", dist.Normal(0, 1)), normals(3)
         s_a, s_c = half_normal("s_alpha"), half_normal("s_gamma")
         with numpyro.plate("groups", groups):
-            alpha = numpyro.sample("alpha", dist.Normal(0, s_a))
-            gamma = numpyro.sample("gamma", dist.Normal(0, s_c))
+            alpha, gamma = sample(alpha=dist.Normal(0, s_a), gamma=dist.Normal(0, s_c))
         with numpyro.plate("rows", len(y), subsample_size=BATCH) as r:
             logits = mean + x[r] @ beta + alpha[u[r]] + gamma[u[r]] * x[r][:, 0]
             numpyro.sample("y", dist.Bernoulli(logits=logits), obs=y[r])

@@ -61,8 +61,7 @@ def reference(name: str) -> dict:
     """A row: posterior means of the first data sets by NUTS, and their errors."""
     problem = problems(ROWS)[name]
     _, responses = problem.draw(random.key(1), NUMBER)
-    model = problem.model
-    nuts = vectorized(NUTS(model, target_accept_prob=0.95), 1000, 2000, 4, jit_model_args=True)
+    nuts = vectorized(NUTS(problem.model, target_accept_prob=0.95), 1000, 2000, 4, jit_model_args=True)
     row: dict = {"model": name, "means": [], "mcse": []}
     for k in range(REFERENCES):
         nuts.run(random.key(k), **problem.covariates, y=responses[k])

@@ -13,7 +13,7 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.harness.runs import in_turns, vectorized
+from benchmarks.harness.runs import in_turns, through_mcmc
 from benchmarks.harness.store import Record, table
 from benchmarks.problems.targets import logistic_regression
 from numpyro_repulsion import RBF, SGHMC, SGHMCR, SGLD, SGLDR
@@ -34,8 +34,7 @@ KERNELS = {
     "SGHMC": SGHMC,
     "SGHMCR": partial(SGHMCR, interaction=RBF(1.0)),
 }
-#: Of ten updates.
-ITERATIONS = 20
+UPDATES = 200
 
 
 def timed(varied, size, name):
@@ -48,14 +47,9 @@ def timed(varied, size, name):
     kernel = KERNELS[name](partial(logistic_regression, subsample_size=sizes["batch"]), step_size=1e-6)
     start = {"beta": jnp.asarray(0.1 * rng.standard_normal((sizes["L"], d)), jnp.float32)}
 
-    def whole(key, X, y):
-        mcmc = vectorized(kernel, 0, ITERATIONS, sizes["L"])
-        mcmc.run(key, X, y, init_params=start)
-        return mcmc.get_samples()
-
-    compiled = jax.jit(whole).lower(random.key(0), X, y).compile()
+    compiled = through_mcmc(kernel, UPDATES, sizes["L"], init_params=start).lower(random.key(0), X, y).compile()
     memory = compiled.memory_analysis()
-    seconds = [x / (10 * ITERATIONS) for x in in_turns({"one": compiled}, (X, y), 9)["one"]]
+    seconds = [x / UPDATES for x in in_turns({"one": compiled}, (X, y), 9)["one"]]
     row = {"varied": varied, "size": size, "kernel": name, "seconds": statistics.median(seconds)}
     row |= {"range": [min(seconds), max(seconds)]}
     return row | {"bytes": None if memory is None else memory.temp_size_in_bytes}

@@ -7,6 +7,7 @@ effects are relative to the reference's. ESS and R-hat are the worst of all scal
 other site. Seconds are processor time of the whole run, with compilation.
 """
 
+from collections.abc import Callable
 from functools import partial
 import time
 
@@ -15,7 +16,7 @@ from jax import random
 import numpy as np
 
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
-from numpyro.infer import NUTS, SVI, Trace_ELBO
+from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoLowRankMultivariateNormal, AutoNormal
 import numpyro.optim
 
@@ -56,25 +57,24 @@ def scores(problem: effects.ManyEffects, name: str, draws: dict) -> dict:
     return row
 
 
-def ours(name: str, kernel: str, seed: int) -> dict:
+def run(name: str, method: str, kernel: Callable, iterations: int, chains: int, seed: int = 0) -> tuple[MCMC, dict]:
     problem, began = effects.PROBLEMS[name](), time.process_time()
-    mcmc = vectorized(KERNELS[kernel](problem.model), 500, 500, 20)
+    mcmc = vectorized(kernel(problem.model), iterations, iterations, chains)
     mcmc.run(random.key(seed), **problem.data)
     jax.block_until_ready(mcmc.get_samples())
-    row = {"name": name, "method": kernel, "seed": seed, "seconds": time.process_time() - began}
+    row = {"name": name, "method": method, "seed": seed, "seconds": time.process_time() - began}
+    return mcmc, row | scores(problem, name, mcmc.get_samples(group_by_chain=True))
+
+
+def ours(name: str, kernel: str, seed: int) -> dict:
+    mcmc, row = run(name, kernel, KERNELS[kernel], 500, 20, seed)
     attrs = to_inference_data(mcmc).posterior.attrs
     row |= {key: attrs[key] for key in ("control_variates", "step_size")}
-    row["findings"] = [finding.name for finding in diagnose(mcmc)]
-    return row | scores(problem, name, mcmc.get_samples(group_by_chain=True))
+    return row | {"findings": [finding.name for finding in diagnose(mcmc)]}
 
 
 def nuts(name: str) -> dict:
-    problem, began = effects.PROBLEMS[name](), time.process_time()
-    mcmc = vectorized(NUTS(all_rows(problem.model)), 300, 300, 4)
-    mcmc.run(random.key(0), **problem.data)
-    jax.block_until_ready(mcmc.get_samples())
-    row = {"name": name, "method": "NUTS", "seed": 0, "seconds": time.process_time() - began}
-    return row | scores(problem, name, mcmc.get_samples(group_by_chain=True))
+    return run(name, "NUTS", lambda model: NUTS(all_rows(model)), 300, 4)[1]
 
 
 def svi(name: str, guide: str) -> dict:

@@ -8,7 +8,7 @@ reparameterized by hand.
 
 from functools import partial
 
-from benchmarks.harness.store import Record, table
+from benchmarks.harness.store import Record, placed, table
 from benchmarks.methods.real_peers import OURS, ours
 from benchmarks.problems import real
 
@@ -23,13 +23,9 @@ def measure(record: Record) -> None:
 def tables(record: Record) -> str:
     lines = []
     for row in record.rows.values():
-
-        def worst(what, row=row):
-            value = row.get(what)
-            return f"{value[0]:.2f} ({value[1]})" if value else ""
-
         cells = [row["problem"], row["kernel"], str(row["seed"]), str(row["parameters"]), f"{row['seconds']:.0f}"]
         cells += [f"{row[what][0]:.{digits}f} ({row[what][1]})" for what, digits in (("rhat", 2), ("ess", 0))]
-        lines.append([*cells, *map(worst, ("mean", "sd", "few mean", "few sd")), ", ".join(row["findings"])])
+        cells += [placed(row.get(what), 2) for what in ("mean", "sd", "few mean", "few sd")]
+        lines.append([*cells, ", ".join(row["findings"])])
     head = ["posterior", "kernel", "seed", "d", "seconds", "R-hat", "least ESS", "error of a mean, sd"]
     return table([*head, "error of an sd", "of a mean, few levels", "of an sd, few levels", "findings"], lines)

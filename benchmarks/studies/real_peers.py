@@ -14,7 +14,7 @@ from functools import partial
 import statistics
 
 from benchmarks.harness.apart import apart
-from benchmarks.harness.store import Record, table
+from benchmarks.harness.store import Record, placed, table
 from benchmarks.problems import real
 
 METHODS = "benchmarks.methods.real_peers"
@@ -59,14 +59,6 @@ def measure(record: Record) -> None:
             record.row(key, partial(measured, name, sampler, told, function, **arguments))
 
 
-def cell(value, digits):
-    """A number, or one with its site."""
-    if value is None:
-        return ""
-    number, site = value if isinstance(value, list | tuple) else (value, "")
-    return f"{number:,.{digits}f}" + (f" ({site})" if site else "")
-
-
 def slowest(row):
     """The fewest effective draws, where all of them are known."""
     found = [row.get(what) for what in ESS]
@@ -94,14 +86,14 @@ def stored(record, name):
 def line(name, row):
     """Of the first table."""
     what = "; ".join(row[key] for key in ("failed", "unfinished") if key in row)
-    cells = [name, row["sampler"], str(row.get("parameters", "")), cell(row.get("seconds"), 0)]
-    cells += [cell(row.get(key), 2) for key in ("mean", "sd", "few mean", "few sd")]
+    cells = [name, row["sampler"], str(row.get("parameters", "")), placed(row.get("seconds"), 0)]
+    cells += [placed(row.get(key), 2) for key in ("mean", "sd", "few mean", "few sd")]
     # Draws from a Gaussian are independent.
     independent = row["sampler"] == "Laplace"
-    cells += ["", "", ""] if independent else [cell(row.get("rhat"), 2), *(cell(row.get(k), 0) for k in ESS)]
+    cells += ["", "", ""] if independent else [placed(row.get("rhat"), 2), *(placed(row.get(k), 0) for k in ESS)]
     used = row.get("in_all")
     least = None if independent else slowest(row)
-    cells += [cell(used, 0), cell(1000 * least / used if least and used else None, 1), row["told"]]
+    cells += [placed(used, 0), placed(1000 * least / used if least and used else None, 1), row["told"]]
     return [*cells, what]
 
 
