@@ -1,6 +1,7 @@
 """K, Γ and the noise, against definitions written out here."""
 
 from dataclasses import FrozenInstanceError
+from functools import partial
 from itertools import pairwise, product
 import pickle
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from programs import shapes
 import pytest
+from scipy.linalg import block_diag
 from scipy.spatial.distance import cdist
 from scipy.stats import kstest, norm
 
@@ -117,8 +119,19 @@ def assert_covariance(noise, expected):
     assert (np.abs(flat.mean(0)) < SIGMAS * flat.std(0) / count**0.5 + 1e-6).all()
 
 
-def draws(coupling, count=20_000, seed=0):
-    return jax.jit(jax.vmap(coupling.draw))(random.split(random.key(seed), count))
+def draws(interaction, u, count=20_000):
+    """Noise for a cloud; all in one program, for each operation outside of one is compiled by itself."""
+
+    @jax.jit
+    def of(u, keys):
+        return jax.vmap(interaction.couple(u, BANDWIDTH).draw)(keys)
+
+    return of(u, random.split(random.key(0), count))
+
+
+@partial(jax.jit, static_argnums=0)
+def gram_of(interaction, u):
+    return applied(interaction.couple(u, BANDWIDTH), u.shape)
 
 
 @pytest.mark.parametrize(
@@ -136,37 +149,36 @@ def draws(coupling, count=20_000, seed=0):
 def test_noise_has_covariance_K(name):
     """And that of two groups is independent."""
     u = cloud(12, 2).reshape(2, 6, 2)
-    coupling = PARTS[name].couple(u, BANDWIDTH)
-    noise, gram = draws(coupling).reshape(-1, 12, 2), jax.scipy.linalg.block_diag(*applied(coupling, u.shape))
+    noise, gram = draws(PARTS[name], u).reshape(-1, 12, 2), block_diag(*gram_of(PARTS[name], u))
     assert_covariance(noise, gram)
-    for wrong in (1.15 * gram, *[jnp.diag(jnp.diag(gram))] * PARTS[name].interacts):
+    for wrong in (1.15 * gram, *[np.diag(np.diag(gram))] * PARTS[name].interacts):
         with pytest.raises(AssertionError):
             assert_covariance(noise, wrong)
 
 
 def test_balanced_noise_sums_to_zero_with_white_slices():
     """Within each group; that of a single particle is plain."""
-    noise = draws(Balanced().couple(cloud(6, 2).reshape(2, 3, 2)))
+    noise = np.asarray(draws(Balanced(), cloud(6, 2).reshape(2, 3, 2)))
     np.testing.assert_allclose(noise.sum(2), 0.0, atol=1e-5)
     # Slices have unit variance, and share the −1 that makes the sum zero.
-    within = 3 / 2 * (jnp.eye(3) - 1 / 3)
-    assert_covariance(noise.reshape(-1, 6, 2), jnp.kron(jnp.eye(2), within))
+    within = 3 / 2 * (np.eye(3) - 1 / 3)
+    assert_covariance(noise.reshape(-1, 6, 2), np.kron(np.eye(2), within))
     u = cloud(1, 2)
     assert (Balanced().couple(u).draw(random.key(0)) == Independent().couple(u).draw(random.key(0))).all()
 
 
 def test_balanced_groups_have_the_law_of_their_interaction_and_cancel_across():
     u = cloud(9, 2).reshape(3, 3, 2)
-    coupling, plain = Balanced(RBF(1.0)).couple(u), RBF(1.0).couple(u)
-    noise = draws(coupling)
-    roots = jnp.linalg.cholesky(jnp.stack([matrix(RBF(1.0), points) for points in u]))
-    white = jnp.linalg.solve(roots, noise[:100])
+    noise = np.asarray(draws(Balanced(RBF(1.0)), u))
+    roots = np.linalg.cholesky(jax.jit(lambda u: jnp.stack([matrix(RBF(1.0), points) for points in u]))(u))
+    white = np.linalg.solve(roots, noise[:100])
     np.testing.assert_allclose(white.sum(1), 0.0, atol=1e-3)
-    across = 3 / 2 * (jnp.eye(3) - 1 / 3)
-    expected = jnp.einsum("gh,gij,hkj->gihk", across, roots, roots).reshape(9, 9)
+    across = 3 / 2 * (np.eye(3) - 1 / 3)
+    expected = np.einsum("gh,gij,hkj->gihk", across, roots, roots).reshape(9, 9)
     assert_covariance(noise.reshape(-1, 9, 2), expected)
-    assert (coupling.repulsion == plain.repulsion).all()
-    assert (coupling.apply(u) == plain.apply(u)).all()
+    balanced, plain = (everything(part)(u, u) for part in (Balanced(RBF(1.0)), RBF(1.0)))
+    for found, known in zip(balanced[:2], plain[:2], strict=True):
+        np.testing.assert_array_equal(found, known)
     for u in (cloud(), cloud()[None]):
         with pytest.raises(ValueError, match=r"at least two of them.*num_ensembles=2"):
             Balanced(RBF(1.0)).couple(u)
@@ -241,9 +253,11 @@ def test_median_bandwidth_is_the_median_rule(x64):
     for groups, size in ((1, 3), (2, 4)):
         u = rng.normal(size=(groups, size, 3)) + 100.0 * np.arange(groups)[:, None, None]
         squared = [((g[i] - g[j]) ** 2).sum() for g in u for i in range(size) for j in range(i)]
-        assert float(median_bandwidth(jnp.asarray(u))) == pytest.approx(np.median(squared) / np.log(size), rel=1e-10)
-    for u in (jnp.ones((5, 2)), cloud().at[0].set(jnp.nan), cloud().at[:4].multiply(1e200)):
-        assert 0 < median_bandwidth(u) < jnp.inf
+        assert float(jax.jit(median_bandwidth)(u)) == pytest.approx(np.median(squared) / np.log(size), rel=1e-10)
+    lost, far = rng.normal(size=(2, 6, 3))
+    lost[0], far[:4] = np.nan, 1e200 * far[:4]
+    for u in (np.ones((6, 3)), lost, far):
+        assert 0 < jax.jit(median_bandwidth)(u) < np.inf
 
 
 def is_identity(interaction):
@@ -307,9 +321,9 @@ def test_bad_settings_are_refused():
 
 
 def test_a_laplacian_may_be_made_within_a_program():
-    u = random.normal(random.key(0), (1, 4, 2))
-    found = jax.jit(lambda u: Laplacian(RBF(1.0)).couple(u).repulsion)(u)
-    np.testing.assert_allclose(found, Laplacian(RBF(1.0)).couple(u).repulsion, rtol=1e-5, atol=1e-6)
+    outside = Laplacian(RBF(1.0))
+    found, expected = jax.jit(lambda u: [part.couple(u).repulsion for part in (Laplacian(RBF(1.0)), outside)])(cloud())
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_kernels_that_may_be_negative_have_no_laplacian():
@@ -324,11 +338,11 @@ def test_kernels_that_may_be_negative_have_no_laplacian():
 
 def test_laplacian_leaves_what_all_have_in_common_as_it_is(x64):
     u = cloud()
-    coupling = Laplacian(RBF(1.0), 3.0).couple(u)
-    np.testing.assert_allclose(coupling.apply(jnp.ones_like(u)), 1.0, rtol=1e-12)
-    h = float(RBF().learn_bandwidth(u[None]))
-    for interaction in (Laplacian(), 0.5 * Laplacian(strength=3.0), Laplacian() + Independent()):
-        assert float(interaction.learn_bandwidth(u[None])) == pytest.approx(h, rel=0.01)
+    applied_to_ones = jax.jit(lambda u: Laplacian(RBF(1.0), 3.0).couple(u).apply(jnp.ones_like(u)))(u)
+    np.testing.assert_allclose(applied_to_ones, 1.0, rtol=1e-12)
+    parts = (RBF(), Laplacian(), 0.5 * Laplacian(strength=3.0), Laplacian() + Independent())
+    h, *others = jax.jit(lambda u: [part.learn_bandwidth(u) for part in parts])(u[None])
+    np.testing.assert_allclose(others, h, rtol=0.01)
 
 
 # Antithetic noise
@@ -343,7 +357,7 @@ def by_coordinate(noise, u):
 @pytest.mark.parametrize("shape", [(3, 8), (2, 7), (2,), (3,), (127,)])
 def test_antithetic_noise_is_opposed_in_pairs_of_neighbors_and_stratified(x64, shape):
     u = random.normal(random.key(0), (*shape, 3))
-    found = by_coordinate(draws(Antithetic().couple(u), 200), u)
+    found = by_coordinate(draws(Antithetic(), u, 200), u)
     size, is_odd = shape[-1], shape[-1] % 2
     # Of an odd number, the first three sum to zero.
     np.testing.assert_allclose(found[:, :, : 3 * is_odd].sum(2), 0.0, atol=1e-6)
@@ -374,7 +388,7 @@ def assert_normal(found):
 @pytest.mark.parametrize("shape", [(3, 8), (2,), (7,), (3,)])
 def test_antithetic_noise_of_each_particle_is_standard_normal(x64, shape):
     u = random.normal(random.key(0), (*shape, 3))
-    assert_normal(np.asarray(draws(Antithetic().couple(u))).reshape(20_000, -1, 3))
+    assert_normal(np.asarray(draws(Antithetic(), u)).reshape(20_000, -1, 3))
 
 
 @pytest.mark.parametrize("broken", ["phase", "sign", "shared"])
@@ -391,12 +405,12 @@ def test_antithetic_noise_of_another_law_is_told_apart(x64, broken, monkeypatch)
     monkeypatch.setattr(balanced, "uniform", uniform)
     u = random.normal(random.key(0), (8, 3))
     with pytest.raises(AssertionError):
-        assert_normal(np.asarray(draws(Antithetic().couple(u))))
+        assert_normal(np.asarray(draws(Antithetic(), u)))
 
 
 def test_antithetic_noise_of_one_particle_is_plain():
     u = random.normal(random.key(0), (3, 1, 2))
-    assert_covariance(draws(Antithetic().couple(u))[:, :, 0], jnp.eye(3))
+    assert_covariance(draws(Antithetic(), u)[:, :, 0], np.eye(3))
 
 
 def test_particles_at_one_place_have_ranks_of_their_own():
@@ -406,12 +420,12 @@ def test_particles_at_one_place_have_ranks_of_their_own():
     for column in ranks.T:
         assert sorted(column.tolist()) == list(range(6))
     assert ranks[1, 0] == 0
-    np.testing.assert_array_equal(draws(Antithetic().couple(u), 10).sum(1), 0.0)
+    np.testing.assert_array_equal(draws(Antithetic(), u, 10).sum(1), 0.0)
 
 
 def test_many_particles_are_paired_in_blocks(x64):
     u = random.normal(random.key(0), (2, 201, 3))
-    noise = np.asarray(draws(Antithetic().couple(u), 2000))
+    noise = np.asarray(draws(Antithetic(), u, 2000))
     for start, end in pairwise((0, 64, 128, 201)):
         block = noise[:, :, start:end]
         np.testing.assert_allclose(block.sum(2), 0.0, atol=1e-6)
