@@ -123,14 +123,13 @@ def test_densities_are_right_where_modes_are_far(distance):
 
 def test_each_component_is_as_likely_as_any_other():
     for size in (3, 4, 20):
-        indices = jax.vmap(lambda key, size=size: moves._indices(key, (1, size), 32, True))(
-            random.split(random.key(0), 6000)
-        )
-        first = np.bincount(np.asarray(indices)[:, 0, 0], minlength=32)
+        draw = jax.jit(jax.vmap(lambda key, size=size: moves._indices(key, (1, size), 32, True)))
+        indices = np.asarray(draw(random.split(random.key(0), 6000)))
+        first = np.bincount(indices[:, 0, 0], minlength=32)
         error = (6000 / 32 * (1 - 1 / 32)) ** 0.5
         assert np.abs(first - 6000 / 32).max() < LIMIT * error
         # An ensemble shares them out: no stratum is met by more than one particle.
-        spread = np.sort(np.asarray(indices)[:, 0] * size // 32, -1)
+        spread = np.sort(indices[:, 0] * size // 32, -1)
         assert (np.diff(spread, axis=-1) >= 0).all()
         assert (np.abs(spread - np.arange(size)) <= 1).all()
 
