@@ -103,7 +103,7 @@ def test_directions_without_an_end_are_warned_of():
     with pytest.warns(
         UserWarning, match=r"does not change with 1 of 3 coordinates, in the sites \['z'\].*proper prior"
     ):
-        run(model)
+        SGLDR(model, step_size=1e-3).init(random.split(KEY, 4), 0, None, (), {})
     with pytest.warns(UserWarning, match="does not change with 1 of 2 coordinates at any"):
         kernel = SGLD(potential_fn=lambda z: z[0] ** 2, step_size=0.1)
         kernel.init(random.split(KEY, 4), 0, random.normal(KEY, (4, 2)), (), {})

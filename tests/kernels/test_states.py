@@ -193,14 +193,14 @@ def test_a_state_in_the_midst_of_its_warmup():
 
 def test_precision_of_states():
     kernel = SGLD(rows, step_size=0.01)
-    single = kernel.init(KEYS, 0, None, (Y,), {})
+    single = shapes_of(kernel, Y)
     with jax.enable_x64(True):
-        double = SGLD(rows, step_size=0.01).init(KEYS, 0, None, (Y,), {})
+        double = shapes_of(SGLD(rows, step_size=0.01), Y)
         abstractly(kernel, double, Y)
         with pytest.raises(ValueError, match=r"in float32, and this run in float64: set .*jax_enable_x64', False"):
             abstractly(kernel, single, Y)
-        double_z = sgld().init(KEYS, 0, np.asarray(SIX, float), (), {})
-        abstractly(sgld(), sgld().init(KEYS, 0, SIX, (), {}))  # starts of single precision
+        double_z = shapes_of(sgld(), starts=np.asarray(SIX, float))
+        abstractly(sgld(), shapes_of(sgld(), starts=SIX))  # starts of single precision
     abstractly(kernel, single, Y)
     with pytest.raises(ValueError, match=r"in float64, and this run in float32: set .*jax_enable_x64', True"):
         abstractly(kernel, double, Y)
