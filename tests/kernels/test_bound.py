@@ -102,16 +102,16 @@ def test_arrays_of_numpy_keep_their_precision(monkeypatch):
     stamps = 1_700_000_000_000_000_000 + (60e9 * minutes).astype(np.int64)
     y = jnp.asarray(2 * minutes, jnp.float32)
 
-    def trend(t, y):
-        b = numpyro.sample("b", dist.Normal(0, 10))
-        numpyro.sample("y", dist.Normal(b * jnp.asarray((t - t.min()) / 60e9), 1), obs=y)
+    def trends(integers, floats, y):
+        b = numpyro.sample("b", dist.Normal(0, 10).expand([2]).to_event(1))
+        for k, t in enumerate((integers, floats)):
+            numpyro.sample(f"y{k}", dist.Normal(b[k] * jnp.asarray((t - t.min()) / 60e9), 1), obs=y)
 
-    for times in (stamps, stamps / 1.0):
-        monkeypatch.setattr(bound, "LARGE_BYTES", 1)
-        mcmc = vectorized(SGLD(trend, step_size=1e-3), 0, 50, L)
-        mcmc.run(random.key(0), times, y, init_params={"b": 2.0 + jnp.arange(L) / 100})
-        # The posterior has a standard deviation of 0.04; with wrapped or rounded times it would be 10.
-        assert abs(mcmc.get_samples()["b"].mean() - 2) < 0.1
+    monkeypatch.setattr(bound, "LARGE_BYTES", 1)
+    mcmc = vectorized(SGLD(trends, step_size=1e-3), 0, 50, L)
+    mcmc.run(random.key(0), stamps, stamps / 1.0, y, init_params={"b": 2.0 + jnp.arange(2 * L).reshape(L, 2) / 100})
+    # The posterior has a standard deviation of 0.04; with wrapped or rounded times it would be 10.
+    assert (abs(mcmc.get_samples()["b"].mean(0) - 2) < 0.1).all()
 
 
 def test_errors_of_libraries_mean_that_values_are_needed(monkeypatch):
