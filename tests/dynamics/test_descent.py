@@ -8,8 +8,6 @@ import numpy as np
 import optax
 import pytest
 
-from numpyro.infer import MCMC
-
 from benchmarks.problems.targets import logistic_regression
 from numpyro_repulsion import RBF, SGLD, SVGD, Archive, BiasBudget, Independent, Subsampled, run_in_pieces
 from numpyro_repulsion.dynamics import Descent, Overdamped, reject_nonfinite
@@ -84,8 +82,7 @@ def test_a_particle_that_is_held_keeps_its_accumulators(starts):
 def test_a_run_in_pieces_on_disk_keeps_the_accumulators(starts, tmp_path):
     optimizer = optax.scale_by_adam()
     kernel = SVGD(potential_fn=potential, dynamics=Descent(optimizer), step_size=0.02)
-    pieces = MCMC(kernel, num_warmup=4, num_samples=20, num_chains=6, chain_method="vectorized", progress_bar=False)
-    whole = run(optimizer, starts)
+    pieces, whole = vectorized(kernel, 4), run(optimizer, starts)
     run_in_pieces(pieces, random.key(1), init_params=starts, piece_size=7, directory=tmp_path)
     assert np.array_equal(whole.last_state.num_updates, pieces.last_state.num_updates)
     for a, b in zip(
@@ -104,14 +101,18 @@ def test_minibatches_of_a_model_whose_parameters_differ_in_scale():
     X = random.normal(random.key(0), (1000, 3)) * jnp.array([1.0, 10.0, 0.1])
     y = random.bernoulli(random.key(1), jax.nn.sigmoid(X @ jnp.array([1.0, -0.1, 2.0]))).astype(float)
 
-    def energy(beta):
-        logits = X @ beta
-        return jnp.sum(beta**2) / 2 - jnp.sum(y * logits - jax.nn.softplus(logits))
+    @jax.jit
+    def newton(beta):
+        def energy(beta):
+            logits = X @ beta
+            return jnp.sum(beta**2) / 2 - jnp.sum(y * logits - jax.nn.softplus(logits))
+
+        hessian = jax.hessian(energy)(beta)
+        return beta - jnp.linalg.solve(hessian, jax.grad(energy)(beta)), jnp.sqrt(jnp.diag(jnp.linalg.inv(hessian)))
 
     mode = jnp.zeros(3)
     for _ in range(20):
-        mode -= jnp.linalg.solve(jax.hessian(energy)(mode), jax.grad(energy)(mode))
-    deviations = jnp.sqrt(jnp.diag(jnp.linalg.inv(jax.hessian(energy)(mode))))
+        mode, deviations = newton(mode)
 
     step_size = optax.exponential_decay(0.3, 1000, 0.03)
     kernel = SVGD(logistic_regression, gradient=Subsampled(), dynamics=Descent(ADAGRAD), step_size=step_size)
