@@ -195,11 +195,11 @@ def test_precision_of_states():
     kernel = SGLD(rows, step_size=0.01)
     single = shapes_of(kernel, Y)
     with jax.enable_x64(True):
-        double = shapes_of(SGLD(rows, step_size=0.01), Y)
+        double = SGLD(rows, step_size=0.01).init(KEYS, 0, None, (Y,), {})
         abstractly(kernel, double, Y)
         with pytest.raises(ValueError, match=r"in float32, and this run in float64: set .*jax_enable_x64', False"):
             abstractly(kernel, single, Y)
-        double_z = shapes_of(sgld(), starts=np.asarray(SIX, float))
+        double_z = sgld().init(KEYS, 0, np.asarray(SIX, float), (), {})
         abstractly(sgld(), shapes_of(sgld(), starts=SIX))  # starts of single precision
     abstractly(kernel, single, Y)
     with pytest.raises(ValueError, match=r"in float64, and this run in float32: set .*jax_enable_x64', True"):
