@@ -63,6 +63,9 @@ def pytest_collection_modifyitems(items):
         file, _, name = item.nodeid.partition("::")
         if file == "numpyro_repulsion/kernels/presets.py" and name.rpartition(".")[2] not in DOCTESTS:
             item.add_marker(pytest.mark.slow)
+    # The precision changes, and programs are dropped, once in each file.
+    files = list(dict.fromkeys(item.path for item in items))
+    items.sort(key=lambda item: (files.index(item.path), "x64" in getattr(item, "fixturenames", ())))
 
 
 def trim():
@@ -156,5 +159,6 @@ def pretended():
 @pytest.fixture(scope="session")
 def logistic_run():
     """A run of `results.logistic` by two ensembles that repel, and its inference data: to be read, not changed."""
-    mcmc = run(SGLDR(logistic, step_size=1e-3, num_ensembles=2), X, Y)
+    kernel, fields = SGLDR(logistic, step_size=1e-3, num_ensembles=2), ("gradient", "z.beta", "memory")
+    mcmc = run(kernel, X, Y, extra_fields=fields)
     return mcmc, to_inference_data(mcmc)

@@ -151,7 +151,7 @@ def test_scores_are_gradients_of_the_full_potential(mcmc):
     def energy(flat):
         return potential_energy(logistic, (X, Y, None), {}, {"beta": flat[:2], "scale": flat[2]})
 
-    np.testing.assert_allclose(found, -jax.vmap(jax.grad(energy))(z), rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(found, -jax.jit(jax.vmap(jax.grad(energy)))(z), rtol=2e-3, atol=2e-3)
     # The last draw is the last particle's last.
     last = mcmc.last_state.z
     np.testing.assert_allclose(z[-1], [*last["beta"][-1], last["scale"][-1]], rtol=1e-4, atol=1e-5)

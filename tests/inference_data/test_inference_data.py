@@ -46,7 +46,9 @@ def test_groups_have_chains_draws_and_plates(mcmc, data):
     samples, fields = mcmc.get_samples(group_by_chain=True), mcmc.get_extra_fields(group_by_chain=True)
     for name in samples:
         np.testing.assert_array_equal(posterior[name].values, samples[name])
-    assert set(stats.data_vars) == {"lp", "step_size", "bandwidth", "diverging"}
+    # Of the fields that the run was asked for, those that are arrays.
+    assert set(stats.data_vars) == {"lp", "step_size", "bandwidth", "diverging", "gradient", "z.beta"}
+    assert stats["gradient"].shape == (6, 20, 5) and stats["z.beta"].shape == (6, 20, 3)
     np.testing.assert_array_equal(stats["lp"].values, -fields["potential_energy"])
     np.testing.assert_allclose(stats["step_size"].values, 1e-3)
     assert stats["diverging"].dtype == bool and not stats["diverging"].values.any()
@@ -75,13 +77,6 @@ def test_observed_data_is_left_out_aloud_where_a_model_insists_on_its_rows(prete
     assert data["posterior"]["mu"].shape == (4, 6)
     with pytest.raises(ValueError, match="log_likelihood cannot be computed: the model fails.*all rows of"):
         to_inference_data(mcmc, log_likelihood=True)
-
-
-def test_extra_fields_of_the_run_are_kept_if_they_are_arrays():
-    mcmc = run(SGLDR(logistic, step_size=1e-3), X, Y, extra_fields=("gradient", "z.beta", "memory"))
-    stats = to_inference_data(mcmc)["sample_stats"]
-    assert stats["gradient"].shape == (6, 20, 5) and stats["z.beta"].shape == (6, 20, 3)
-    assert "memory" not in stats.data_vars
 
 
 def test_attributes_and_coordinates_name_the_algorithm_and_the_ensembles(data):
