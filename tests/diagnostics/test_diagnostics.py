@@ -5,6 +5,7 @@ from functools import cache, partial
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 from results import run
@@ -13,7 +14,6 @@ import xarray
 import numpyro
 from numpyro.diagnostics import effective_sample_size
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import (
     RBF,
@@ -267,8 +267,8 @@ def test_well_mixed_particles_keep_their_figures():
 
 def test_nothing_is_known_of_particles_in_separate_modes():
     key, side_key = random.split(random.key(0))
-    within = 0.1 * np.asarray(random.normal(key, (20, 500, 40)), float)
-    apart = within + np.asarray(random.rademacher(side_key, (20, 1, 40)), float)
+    within = 0.1 * np.asarray(random.normal(key, (20, 500, 10)), float)
+    apart = within + np.asarray(random.rademacher(side_key, (20, 1, 10)), float)
     for groups in (1, 20):
         for method in ("mean", "bulk", "tail", "sd"):
             assert np.isnan(ensemble_ess(apart, groups, method=method)).all()
@@ -280,7 +280,7 @@ def test_nothing_is_known_of_particles_in_separate_modes():
         assert (why_unknown(x) == MODES).all()
     assert (why_unknown(within) == 0).all()
     # Particles that change sides now and then are just slow.
-    walk = np.asarray(random.normal(key, (20, 100, 40)), float).cumsum(1)
+    walk = np.asarray(random.normal(key, (20, 100, 10)), float).cumsum(1)
     assert (why_unknown(walk) == SHORT).all()
 
 
@@ -307,7 +307,7 @@ def test_ensembles_add_up():
 
 
 def test_quantiles_and_deviations():
-    x = np.asarray(random.normal(random.key(0), (L, N, 200)), float)
+    x = np.asarray(random.normal(random.key(0), (L, N, 50)), float)
     for kwargs in ({"method": "sd"}, {"method": "quantile", "prob": 0.3}):
         found = ensemble_ess(x, **kwargs)
         assert 0.85 < found.mean() / (L * N) < 1.1
@@ -332,7 +332,7 @@ def test_what_does_not_vary_has_no_worth(value):
 
 
 def test_nested_rhat_sees_ensembles_apart():
-    x = np.asarray(random.normal(random.key(0), (20, 100, 300)), float)
+    x = np.asarray(random.normal(random.key(0), (20, 100, 100)), float)
     together = nested_rhat(x, 4)
     assert abs(together - 1).max() < 0.05
     apart = x + np.repeat(np.arange(4.0), 5)[:, None, None]
@@ -373,9 +373,7 @@ def test_inference_data_is_read(mcmc):
 
 def test_data_say_whether_particles_are_independent(mcmc):
     def coupling(kernel, chains=4):
-        other = MCMC(
-            kernel, num_warmup=0, num_samples=5, num_chains=chains, chain_method="vectorized", progress_bar=False
-        )
+        other = vectorized(kernel, 0, 5, chains)
         other._last_state, other._args, other._kwargs = mcmc.last_state, (), {}
         return coupling_of(other)
 
