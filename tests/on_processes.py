@@ -12,6 +12,7 @@ import sys
 import jax
 from jax import random
 from jax.sharding import PartitionSpec
+from models import vectorized
 import numpy as np
 from on_devices import D, X, Y, hierarchical, mesh_of, message, regression
 
@@ -24,12 +25,11 @@ PART, DIRECTORY, PROCESS, PROCESSES = sys.argv[1:5] if __name__ == "__main__" el
 PROCESS, PROCESSES = int(PROCESS), int(PROCESSES)
 #: Which four devices share equally.
 X, Y = X[:800], Y[:800]
-SETTINGS = {"num_chains": 8, "chain_method": "vectorized", "progress_bar": False}
 
 
 def ran(kernel, where, *args, num_warmup=0, num_samples=4, bar=False, how=MCMC.run, **settings):
     """The run of a kernel on a mesh over the devices of all processes."""
-    mcmc = MCMC(kernel, num_warmup=num_warmup, num_samples=num_samples, **SETTINGS)
+    mcmc = vectorized(kernel, num_warmup, num_samples, 8)
     mcmc.progress_bar = bar
     with jax.set_mesh(mesh_of(where)):
         how(mcmc, random.key(0), *args, **settings)
@@ -69,7 +69,7 @@ def quick(arrays, facts):
     facts["refused"] = {
         "other data": message(lambda: drawn(kernel(), "particles", other, Y)),
         "another step": message(lambda: drawn(SGLD(regression, step_size=1e-3 * (1 + PROCESS)), "particles", X, Y)),
-        "no mesh": message(lambda: MCMC(kernel(), num_warmup=0, num_samples=4, **SETTINGS).run(random.key(0), X, Y)),
+        "no mesh": message(lambda: vectorized(kernel(), 0, 4, 8).run(random.key(0), X, Y)),
         "missing numbers": message(lambda: drawn(kernel(), "rows", Rows(spread(missing)), Rows(spread(Y)))),
         "more samples": message(lambda: ran(kernel(), "particles", X, Y, num_samples=4 + PROCESS)),
         "a bar in one process": message(lambda: ran(kernel(), "particles", X, Y, bar=PROCESS == 0)),

@@ -8,13 +8,13 @@ import sys
 
 from jax import make_jaxpr, random
 import jax.numpy as jnp
-from models import programs_of
+from models import programs_of, vectorized
 from programs import equations
 import pytest
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC, NUTS
+from numpyro.infer import NUTS
 
 from numpyro_repulsion import SGLDR
 
@@ -49,9 +49,7 @@ def test_an_iteration_has_few_copies_of_the_model():
 def run(method, count):
     model, x, y = regression(count)
     kernel, chains, arguments = (NUTS(model), 4, {}) if method == "NUTS" else (SGLDR(model), 20, {"batch": 200})
-    MCMC(kernel, num_warmup=100, num_samples=100, num_chains=chains, chain_method="vectorized", progress_bar=False).run(
-        random.key(0), x, y, **arguments
-    )
+    vectorized(kernel, 100, 100, chains).run(random.key(0), x, y, **arguments)
 
 
 @pytest.mark.slow

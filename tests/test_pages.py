@@ -10,11 +10,10 @@ import re
 import subprocess
 import sys
 
+from models import vectorized
 import numpy as np
 import pytest
 from words import EXCEPTIONS, LEFT_OUT, private_words
-
-from numpyro.infer import MCMC
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -82,9 +81,7 @@ def test_code_of_the_faq_runs():
     plain, goes_on, begins_again, many = code_of("faq.md")
     scope: dict = {}
     exec(SETTING + plain, scope)
-    mcmc = scope["mcmc"] = MCMC(
-        scope["kernel"], num_warmup=0, num_samples=5, num_chains=4, chain_method="vectorized", progress_bar=False
-    )
+    mcmc = scope["mcmc"] = vectorized(scope["kernel"], 0, 5, 4)
     x, y = scope["x"], scope["y"]
     mcmc.run(scope["key"], x, y)
     exec(goes_on, scope)

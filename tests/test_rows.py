@@ -1,10 +1,7 @@
 """Runs on rows of the host or of a disk: those of arrays up to rounding; and what is no use of rows is refused."""
 
-import os
+import itertools
 import pickle
-import signal
-import subprocess
-import sys
 
 import jax
 from jax import lax, random
@@ -309,7 +306,9 @@ def test_wrong_models_are_refused_as_those_of_arrays(model):
 
 
 def test_two_plates_take_rows_of_one_array():
+    """Of minibatches of several particles."""
     x = RNG.standard_normal((40, 12, 2)).astype(np.float32)
+    rows = {"rows": RNG.integers(0, 40, (4, 5)), "columns": RNG.integers(0, 12, (4, 4))}
 
     def model(x):
         z = numpyro.sample("z", dist.Normal(0, 1).expand([2]).to_event(1))
@@ -319,12 +318,14 @@ def test_two_plates_take_rows_of_one_array():
         ):
             numpyro.sample("x", dist.Normal(z, 1).to_event(1), obs=numpyro.subsample(x, 1))
 
-    def of(x):
-        mcmc = vectorized(SGLD(model, step_size=1e-4), 0, 3, 4)
-        mcmc.run(random.key(0), x)
-        return mcmc.get_samples()["z"]
+    def energies(x, rows):
+        target = ModelTarget(model, (x,))
+        return jax.jit(jax.vmap(lambda i: target.potential_energy({"z": jnp.ones(2)}, i, random.key(0))))(rows)
 
-    np.testing.assert_allclose(of(Rows(x)), of(jnp.asarray(x)), atol=ROUNDING)
+    expected = energies(jnp.asarray(x), rows)
+    np.testing.assert_allclose(energies(Rows(x), rows), expected, rtol=1e-5)
+    # The control: other columns.
+    assert np.abs(energies(Rows(x), rows | {"columns": rows["columns"][::-1]}) / expected - 1).max() > 0.01
 
 
 def test_nan_is_found_and_named():
@@ -366,40 +367,30 @@ def test_digests_are_those_of_values(monkeypatch):
     assert Rows(long).digest() != Rows(np.where(long < 1000, long, -1)).digest()
 
 
-PIECES = """
-import sys
-sys.path.insert(0, {tests!r})
-import test_rows as here
-here.in_pieces({directory!r}, {killed})
-"""
-
-
-def in_pieces(directory, killed=False):
-    """The run that is killed, and goes on in another process."""
+def in_pieces(directory, dies=False):
+    """A run that may die in its second piece."""
     x, y = (np.load(f"{directory}/{name}.npy", mmap_mode="r") for name in "xy")
-    kernel = SGLD(by_index)
-    mcmc = MCMC(kernel, num_warmup=50, num_samples=20, num_chains=4, chain_method="vectorized", progress_bar=False)
-    if killed:
-        count = []
+    kernel, count = SGLD(by_index), itertools.count()
 
-        def kill(*_):
-            count.append(0)
-            if len(count) == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
+    def die(*_):
+        if next(count):
+            raise KeyboardInterrupt
 
-        kernel.warn_of_flagged = kill
+    if dies:
+        kernel.warn_of_flagged = die
+    mcmc = vectorized(kernel, 50, 20, 4)
     run_in_pieces(mcmc, random.key(0), Rows(x), Rows(y), piece_size=10, directory=f"{directory}/run")
     return np.asarray(mcmc.get_samples()["beta"])
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
+def test_a_run_that_died_goes_on_bit_for_bit(tmp_path):
+    """`test_checkpointing.py` kills whole processes."""
     for directory in (tmp_path, whole := tmp_path / "whole"):
         directory.mkdir(exist_ok=True)
         np.save(directory / "x.npy", X), np.save(directory / "y.npy", Y)
-    program = PIECES.format(tests=os.path.dirname(__file__), directory=str(tmp_path), killed=True)
-    process = subprocess.run([sys.executable, "-c", program], check=False)
-    assert process.returncode == -signal.SIGKILL
+    with pytest.raises(KeyboardInterrupt):
+        in_pieces(tmp_path, dies=True)
     np.testing.assert_array_equal(in_pieces(tmp_path), in_pieces(whole))
     # Other data are another run.
     np.save(tmp_path / "y.npy", 1 - Y)

@@ -9,14 +9,14 @@ import sys
 import jax
 from jax import random
 import jax.numpy as jnp
-from models import programs_of
+from models import programs_of, vectorized
 import numpy as np
 import pytest
 from results import SIX
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC, init_to_uniform
+from numpyro.infer import init_to_uniform
 
 from numpyro_repulsion import RBF, SGLD, SGLDR, Independent, Polynomial, Subsampled, run_in_pieces
 from numpyro_repulsion.checkpointing import identity
@@ -42,8 +42,7 @@ def begin(tmp_path, monkeypatch):
     monkeypatch.setattr(Directory, "restore", accept)
 
     def begin(kernel, *args, directory="run", **kwargs):
-        settings = {"num_chains": 6, "chain_method": "vectorized", "progress_bar": False}
-        mcmc = MCMC(kernel, num_warmup=kwargs.pop("num_warmup", 60), num_samples=20, **settings)
+        mcmc = vectorized(kernel, kwargs.pop("num_warmup", 60))
         with pytest.raises(Accepted):
             run_in_pieces(mcmc, random.key(0), *args, directory=tmp_path / directory, **kwargs)
 
