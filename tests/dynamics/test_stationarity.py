@@ -73,6 +73,11 @@ def without_repulsion(interaction, u):
     return interaction.couple(u)._replace(repulsion=0.0)
 
 
+def with_repulsion_flipped(interaction, u):
+    coupling = interaction.couple(u)
+    return coupling._replace(repulsion=-coupling.repulsion)
+
+
 def with_nugget_in_noise_only(interaction, u):
     coupling = interaction.couple(u)
     return coupling._replace(apply=lambda x: coupling.apply(x) - 0.3 * x)
@@ -182,6 +187,7 @@ def test_generator_identity(law, interaction, seed):
     [
         (without_repulsion, GRAM["sum, wide"]),
         pytest.param(without_repulsion, GRAM["laplacian, wide"], marks=pytest.mark.slow),
+        (with_repulsion_flipped, GRAM["sum, wide"]),
         (with_nugget_in_noise_only, RBF(2.0, nugget=0.3)),
         (with_unscaled_repulsion, GRAM["scheduled, half"]),
         (with_moving_bandwidth, RBF()),
