@@ -69,6 +69,8 @@ RULES = {
     "control_variates_off": _Rule(),
     "optimizer": _Rule(),
 }
+#: What stands in backticks, and its HTML.
+_BACKTICKS, _CODE = re.compile("`([^`]*)`"), r"<code>\1</code>"
 #: Names of an earlier version.
 _RENAMED = {"strayed": "diverged_chains", "noncentred": "noncentered"}
 
@@ -159,16 +161,11 @@ class Diagnosis(tuple[Finding, ...]):
         for finding in self:
             figure = "" if finding.figure is None else f"{finding.figure:.3g}"
             color = f'style="color: {colors[finding.severity]}; font-weight: bold"'
-            cells = (finding.name, figure, finding.message, finding.remedy)
+            cells = map(escape, (finding.name, figure, finding.message, finding.remedy))
             rows += f"<tr><td {color}>{escape(finding.severity)}</td>"
-            rows += "".join(f"<td {left}>{_with_code(cell)}</td>" for cell in cells) + "</tr>"
+            rows += "".join(f"<td {left}>{_BACKTICKS.sub(_CODE, cell)}</td>" for cell in cells) + "</tr>"
         titles = "".join(f"<th {left}>{title}</th>" for title in ("Severity", "Finding", "Value", "Message", "Remedy"))
         return f"{text}<table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table>"
-
-
-def _with_code(text: str) -> str:
-    """Return HTML of a sentence, with what stands in backticks as code."""
-    return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
 
 
 def flagged_updates(count: int, share: float, remedy: str, is_measured: bool = False) -> Finding:
@@ -200,10 +197,6 @@ def from_json(text: str) -> list[Finding]:
     return [Finding(**finding) for finding in json.loads(text)]
 
 
-def _place(finding: Finding) -> tuple[int, int]:
-    return -_level(finding), [*RULES, finding.name].index(finding.name)
-
-
 def _level(finding: Finding) -> int:
     return SEVERITIES.index(finding.severity)
 
@@ -233,7 +226,7 @@ def _merged(findings: Iterable[Finding]) -> list[Finding]:
         # A cause is as serious as its worst symptom.
         severity = max([kept[cause], *(kept[name] for name in symptoms)], key=_level).severity
         kept[cause] = kept[cause]._replace(severity=severity)
-    ordered = sorted(kept.values(), key=_place)
+    ordered = sorted(kept.values(), key=lambda x: (-_level(x), [*RULES, x.name].index(x.name)))
     for i, finding in enumerate(ordered):
         if cause := next((other.name for other in ordered if finding.name in causes.get(other.name, ())), ""):
             ordered[i] = finding._replace(remedy=f'The likely cause is "{cause}"; address it first.')

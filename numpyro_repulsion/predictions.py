@@ -462,17 +462,13 @@ def integration_shifts(mcmc: MCMC) -> dict[str, float]:
     finer = Integrated(target.model.model, target.model.plates, MORE_POINTS, OTHER_START)
 
     def difference(target, z):
-        def gradient(target):
-            return jax.vmap(jax.grad(target._potential_energy), (0, None, None))(z, rows, random.key(0))
-
-        return jax.tree.map(lambda a, b: (a - b).mean(0), gradient(target), gradient(_with_model(target, finer)))
+        other = copy(target)
+        other.model = finer
+        one, more = (
+            jax.vmap(jax.grad(x._potential_energy), (0, None, None))(z, rows, random.key(0)) for x in (target, other)
+        )
+        return jax.tree.map(lambda a, b: (a - b).mean(0), one, more)
 
     z = mcmc.last_state.z
     off = compiled(difference, target)(jax.tree.map(lambda x: x[:NUM_PARTICLES], z))
     return {name: float(np.max(np.abs(np.asarray(off[name])) * np.std(np.asarray(z[name]), 0))) for name in off}
-
-
-def _with_model(target, model):
-    other = copy(target)
-    other.model = model
-    return other

@@ -145,7 +145,6 @@ def init_from_idata(data: Any, group: str = "posterior") -> JointStrategy:
     table = np.concatenate([x.reshape(number, -1) for x in values.values()], 1)
     different = np.unique(table, axis=0, return_index=True)[1]
     order = np.random.default_rng(0).permutation(different)
-
     return JointStrategy(partial(_draw_of_table, values, order))
 
 
@@ -168,9 +167,7 @@ def init_around(values: Mapping[str, Any], scale: float = 0.1) -> Callable:
         ...     numpyro.sample("y", dist.Normal(mu, 1), obs=y)
         >>> kernel = SGLDR(model, init_strategy=init_around({"mu": 3.0}))
     """
-    scale = positive("init_around: `scale`", scale)
-
-    return partial(_around, values=dict(values), scale=scale)
+    return partial(_around, values=dict(values), scale=positive("init_around: `scale`", scale))
 
 
 def _known(name, values):

@@ -181,7 +181,9 @@ def _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup):
             if is_warmup and stop == num_warmup:
                 # As after ``MCMC.run``, where NumPyro's iterations of warmup have passed.
                 state = kernel.freeze(state, *given, mcmc.num_chains == 1, mcmc.num_warmup, True)
-            store.save(stop, state, loop.rows(done), loop.on_host(collected, loop.rows(stop) - loop.rows(done)))
+            first, last = loop.rows(done), loop.rows(stop)
+            draws = [np.asarray(x)[: last - first].swapaxes(0, 1) for x in jax.tree.leaves(collected)]
+            store.save(stop, state, first, draws)
             if warms and stop == num_warmup:
                 kernel.warn_of_warmup(state)
             done = stop
@@ -254,10 +256,6 @@ class _Loop:
         # The last row of a piece may begin in it and be completed in the next.
         size = -(-(min(piece_size, self.num_iterations) - 1) // self.thinning) + 1
         return jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), self.prototype)
-
-    def on_host(self, collected, num_rows):
-        """Return the draws collected with one state, as NumPy arrays ``(chains, num_rows, ...)``."""
-        return [np.asarray(x)[:num_rows].swapaxes(0, 1) for x in jax.tree.leaves(collected)]
 
     def _value(self, state):
         mcmc = self.mcmc

@@ -66,11 +66,8 @@ class Calibration:
 
     def p_values(self) -> dict[str, np.ndarray]:
         """Return by site the p-values of Kolmogorov and Smirnov's test that ranks are uniform."""
-
-        def p_value(ranks):
-            return kstest(ranks, "uniform").pvalue
-
-        return {name: np.apply_along_axis(p_value, 0, ranks) for name, ranks in self.ranks.items()}
+        p_value = partial(np.apply_along_axis, lambda ranks: kstest(ranks, "uniform").pvalue, 0)
+        return {name: p_value(ranks) for name, ranks in self.ranks.items()}
 
     def plot(self, prob: float = 0.95, ax: Any = None) -> Any:
         """Plot by how much the distribution of each parameter's ranks differs from the uniform one.
@@ -86,7 +83,7 @@ class Calibration:
         check_axes(ax)
         prob = number("`prob`", prob, "a number between 0 and 1", lambda x: 0.0 < x < 1.0)
         ax, at = axes(ax, (5.0, 3.2)), np.linspace(0.01, 0.99, 99)
-        lines = [(name, place, x) for name, ranks in self.ranks.items() for place, x in _entries(ranks)]
+        lines = [(name, place, x[:, *place]) for name, x in self.ranks.items() for place in np.ndindex(x.shape[1:])]
         low, high = simultaneous_band(len(self.errors), at, 1.0 - (1.0 - prob) / len(lines))
         ax.fill_between(at, low - at, high - at, color="0.88", linewidth=0)
         outside = 0
@@ -102,12 +99,6 @@ class Calibration:
             ax.legend(frameon=False, title="not calibrated", loc="upper left", bbox_to_anchor=(1.0, 1.0))
         ax.set(xlim=(0, 1), xlabel="rank of the true value", ylabel="share of data sets below, minus rank")
         return ax
-
-
-def _entries(ranks):
-    """Yield the entries of a site with their places."""
-    for place in np.ndindex(ranks.shape[1:]):
-        yield place, ranks[(slice(None), *place)]
 
 
 def simultaneous_band(number: int, at: np.ndarray, prob: float) -> tuple[np.ndarray, np.ndarray]:

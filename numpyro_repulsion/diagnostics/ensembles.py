@@ -93,11 +93,10 @@ def ensemble_ess(
         )
 
     def worth(x, groups, repels):
-        found, scores = [], normal_scores(x)
-        for f in _STATISTICS[method](x, scores, prob):
-            variance, _ = _variance_of_mean(f, groups, repels, scores)
-            found.append(f.var((0, 1), ddof=1) / variance)
-        return np.minimum.reduce(found)
+        scores = normal_scores(x)
+        series = _STATISTICS[method](x, scores, prob)
+        variances = [_variance_of_mean(f, groups, repels, scores)[0] for f in series]
+        return np.minimum.reduce([f.var((0, 1), ddof=1) / v for f, v in zip(series, variances, strict=True)])
 
     return each(draws, num_ensembles, _in_blocks(worth))
 

@@ -21,11 +21,6 @@ from numpyro_repulsion.rounding import einsum, matmul
 _ROUNDING = 1e-4
 
 
-def _unless(is_wrong: jax.Array, matrix: jax.Array) -> jax.Array:
-    """Return the matrix, or NaN, which rejects the update and flags the particles."""
-    return jnp.where(is_wrong, jnp.nan, matrix)
-
-
 def _squares(extra: Float[Array, "*particles d"]) -> Float[Array, "*particles"]:
     return 0.5 * jnp.sum(extra**2, -1)
 
@@ -153,7 +148,7 @@ class Recipe(Dynamics):
     def _root(self, x):
         # A singular D has no Cholesky factor.
         values, vectors = jnp.linalg.eigh(_matrix(self.D, x, 1.0))
-        values = _unless(values[0] < -_ROUNDING * jnp.abs(values).max(), values)
+        values = jnp.where(values[0] < -_ROUNDING * jnp.abs(values).max(), jnp.nan, values)
         return vectors * jnp.sqrt(jnp.maximum(values, 0.0))
 
     def _require_identity(self, coupling):
@@ -165,6 +160,6 @@ class Recipe(Dynamics):
 
 
 def _matrix(function, x, sign):
-    """Return a matrix that equals its transpose times a sign."""
+    """Return a matrix that equals its transpose times a sign; or NaN, which rejects the update and flags particles."""
     found = jnp.asarray(function(x), x.dtype)
-    return _unless(jnp.abs(found - sign * found.T).max() > _ROUNDING * jnp.abs(found).max(), found)
+    return jnp.where(jnp.abs(found - sign * found.T).max() > _ROUNDING * jnp.abs(found).max(), jnp.nan, found)

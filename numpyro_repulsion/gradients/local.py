@@ -186,11 +186,7 @@ class Integrated:
     WORK = 50
 
     def __init__(
-        self,
-        model: Callable,
-        plates: frozenset[str],
-        num_points: Mapping[int, int] = NUM_POINTS,
-        start: float = START,
+        self, model: Callable, plates: frozenset[str], num_points: Mapping[int, int] = NUM_POINTS, start: float = START
     ):
         self.model, self.plates, self.num_points, self.start = model, plates, num_points, start
 

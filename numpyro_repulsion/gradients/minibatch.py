@@ -427,8 +427,7 @@ class Share(Rows):
 
     @classmethod
     def tree_unflatten(cls, whole, children):
-        rows, shards = whole
-        return cls(rows, shards, children[0])
+        return cls(*whole, *children)
 
 
 def _on_shares(

@@ -120,8 +120,11 @@ def _series(run, estimand, num_ensembles):
             "draws."
         )
     if callable(estimand):
+        flat = {name: jnp.asarray(value).reshape(-1, *value.shape[2:]) for name, value in draws.values.items()}
+        values = evaluate("estimand", estimand, flat["z"] if draws.is_array else flat, "one draw")
         name = getattr(estimand, "__name__", "<lambda>")
-        return draws, _apply(estimand, draws), "running mean" if name == "<lambda>" else f"running mean of {name}"
+        label = "running mean" if name == "<lambda>" else f"running mean of {name}"
+        return draws, values.reshape(draws.num_particles, draws.num_draws), label
     if estimand is None:
         if len(labels := draws.labels()) != 1:
             raise ValueError(
@@ -130,12 +133,6 @@ def _series(run, estimand, num_ensembles):
         (estimand,) = labels
     values, label = draws.pick(estimand)
     return draws, values.astype(float), f"running mean of {label}"
-
-
-def _apply(function, draws):
-    flat = {name: jnp.asarray(value).reshape(-1, *value.shape[2:]) for name, value in draws.values.items()}
-    values = evaluate("estimand", function, flat["z"] if draws.is_array else flat, "one draw")
-    return values.reshape(draws.num_particles, draws.num_draws)
 
 
 def _errors(f, num_ensembles):
