@@ -8,11 +8,9 @@ import pytest
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import SGHMC, SGLD, SGNHT, Subsampled, diagnose
 from numpyro_repulsion.dynamics import Thermostat
-from numpyro_repulsion.warmup import Preconditioner
 
 ROWS, DIMENSION, SIGMA = 50_000, 40, 0.5
 
@@ -35,7 +33,7 @@ def correlated_rows():
 
 def run(kernel, num=400, seed=0, subsample_size=50):
     X, y, mean, covariance = correlated_rows()
-    mcmc = MCMC(kernel, num_warmup=num, num_samples=num, num_chains=20, chain_method="vectorized", progress_bar=False)
+    mcmc = vectorized(kernel, num, num, 20)
     mcmc.run(random.key(seed), jnp.asarray(X, jnp.float32), jnp.asarray(y, jnp.float32), subsample_size=subsample_size)
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["beta"], float)
     # In the coordinates in which the posterior is standard normal.
@@ -72,34 +70,6 @@ def test_a_thermostat_takes_up_the_noise_of_many_rows(dynamics, holds):
     # The budget of the step, and four standard errors of the mean over all parameters.
     assert (np.abs(standard.var((0, 1)).mean() - 1) < 0.05 + 4 * 0.013) == holds
     assert ("cold_momenta" in diagnose(mcmc)) == (not holds)
-
-
-def stretched(dimension, seed=0):
-    """A change of variables of low rank plus diagonal, and its matrix."""
-    rng = np.random.default_rng(seed)
-    vectors = np.linalg.qr(rng.standard_normal((dimension, 2)))[0]
-    stretch, scale = np.array([4.0, -0.8]), np.exp(rng.standard_normal(dimension))
-    matrix = scale[:, None] * (np.eye(dimension) + (vectors * stretch) @ vectors.T)
-    parts = (jnp.asarray(x, jnp.float32) for x in (scale, np.ones(dimension), vectors, stretch))
-    return Preconditioner(*parts), matrix
-
-
-def test_low_rank_scales_are_a_change_of_variables():
-    change, matrix = stretched(7)
-    u = random.normal(random.key(0), (3, 5, 7))
-    z = change.to_positions(u)
-    np.testing.assert_allclose(z, 1 + u @ matrix.T, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(change.whiten(z), u, rtol=1e-3, atol=1e-4)
-    gradient = random.normal(random.key(1), u.shape)
-    np.testing.assert_allclose(change.whiten_gradient(gradient), gradient @ matrix, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(
-        change.unwhiten_gradient(change.whiten_gradient(gradient)), gradient, rtol=1e-3, atol=1e-4
-    )
-    unit = np.linalg.norm(matrix, axis=1)
-    position, slope = change.by_coordinate(u, change.whiten_gradient(gradient))
-    np.testing.assert_allclose(position, (z - 1) / unit, rtol=1e-3, atol=1e-4)
-    np.testing.assert_allclose(slope, gradient * unit, rtol=1e-3, atol=1e-3)
-    assert change.kind == "low_rank"
 
 
 DIRECTIONS, CURVATURE = 300, np.array([1e-3, 1e-2, 30.0, 300.0, 3000.0])
