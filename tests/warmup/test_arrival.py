@@ -9,9 +9,7 @@ from models import generator
 import numpy as np
 import pytest
 
-from numpyro_repulsion import (
-    BiasBudget,
-)
+from numpyro_repulsion import BiasBudget
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.warmup import Preconditioner, Timetable, Window
 from numpyro_repulsion.warmup.adam import Surroundings
@@ -19,18 +17,22 @@ from numpyro_repulsion.warmup.arrival import arrive, left_behind, replace_lost, 
 from numpyro_repulsion.warmup.state import WarmupPlan, WarmupState
 
 
+def arrived(energy_and_grad, u, length):
+    """Particles, their U and ∇U, and their steps after so many updates."""
+
+    def update(carry, key):
+        return arrive(key, *carry, energy_and_grad), None
+
+    start = (u, *energy_and_grad(u)), jnp.full(u.shape[:2], 0.05)
+    return jax.jit(lambda start: lax.scan(update, start, random.split(random.key(1), length))[0])(start)
+
+
 @pytest.mark.parametrize("scale", [1e-4, 1e3])
 def test_particles_arrive_whatever_the_scale(scale):
     def energy_and_grad(u):
         return 0.5 * jnp.sum((u / scale - 3.0) ** 2, -1), (u / scale - 3.0) / scale
 
-    def update(carry, key):
-        return arrive(key, *carry, energy_and_grad), None
-
-    u = 30.0 * random.normal(random.key(0), (1, 500, 2))
-    start = ((u, *energy_and_grad(u)), jnp.full((1, 500), 0.05))
-    run = jax.jit(lambda start: lax.scan(update, start, random.split(random.key(1), 1500))[0])
-    (u, energy, gradient), step_size = run(start)
+    (u, energy, gradient), step_size = arrived(energy_and_grad, 30.0 * random.normal(random.key(0), (1, 500, 2)), 1500)
     standard = np.asarray(u / scale - 3.0).ravel()
     assert abs(standard.mean()) < 4.5 * len(standard) ** -0.5
     assert abs(standard.var() - 1) < 4.5 * (2 / len(standard)) ** 0.5
@@ -44,12 +46,7 @@ def test_arrival_stays_where_the_energy_is_finite():
         inside = jnp.abs(u[..., 0]) < 1.0
         return jnp.where(inside, 0.0, jnp.nan), jnp.where(inside[..., None], 0.0 * u, jnp.nan)
 
-    def update(carry, key):
-        return arrive(key, *carry, energy_and_grad), None
-
-    u = jnp.zeros((1, 50, 1))
-    start = ((u, *energy_and_grad(u)), jnp.full((1, 50), 0.05))
-    (u, energy, gradient), _ = lax.scan(update, start, random.split(random.key(1), 200))[0]
+    (u, energy, gradient), _ = arrived(energy_and_grad, jnp.zeros((1, 50, 1)), 200)
     assert (jnp.abs(u) < 1.0).all() and jnp.isfinite(energy).all() and jnp.isfinite(gradient).all()
     assert len(np.unique(u)) == 50
 

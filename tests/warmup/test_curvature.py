@@ -14,9 +14,7 @@ import pytest
 import numpyro
 import numpyro.distributions as dist
 
-from numpyro_repulsion import (
-    SGLD,
-)
+from numpyro_repulsion import SGLD
 from numpyro_repulsion.kernels.warmup_host import iterations_of
 from numpyro_repulsion.warmup import Measurements, curvature
 from numpyro_repulsion.warmup.curvature import UNKNOWN, estimate_curvature

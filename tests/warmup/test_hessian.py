@@ -1,5 +1,6 @@
 """Curvature and gradient noise over the cloud, and the scales that follow from them."""
 
+from models import generator, numbers
 import numpy as np
 import pytest
 
@@ -57,20 +58,12 @@ def exact_gradient(number, u):
     return u @ HESSIAN.astype(u.dtype)
 
 
-def normal(seed, shape):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
 def cloud(seed=1, size=5):
-    return normal(seed, (1, size, DIMENSION))
-
-
-def generator(seed=0):
-    return np.random.default_rng(seed)
+    return numbers(seed, (1, size, DIMENSION))
 
 
 def test_the_mean_hessian_of_a_quadratic_is_its_matrix():
-    found = mean_hessian(generator(), cloud(), exact_gradient, 2)
+    found = mean_hessian(generator(0), cloud(), exact_gradient, 2)
     np.testing.assert_allclose(found, HESSIAN, atol=1e-3 * HESSIAN.max())
     one = mean_product(cloud(), np.eye(DIMENSION, dtype=np.float32)[2], gradients_of(exact_gradient), [0])
     np.testing.assert_allclose(one, HESSIAN[2], atol=1e-3 * HESSIAN.max())
@@ -84,12 +77,12 @@ def test_it_is_the_mean_over_particles():
         return 3 * np.mean(u**2, 0) + CURVATURE.width**2
 
     u = cloud(size=7)
-    found = mean_hessian(generator(), u, cubic, 1)
+    found = mean_hessian(generator(0), u, cubic, 1)
     np.testing.assert_allclose(np.diag(found), expected(u[0]), rtol=1e-3)
     # A particle whose gradient is not finite is left out.
     broken = u.copy()
     broken[0, 3] = np.nan
-    found = mean_hessian(generator(), broken, cubic, 1)
+    found = mean_hessian(generator(0), broken, cubic, 1)
     np.testing.assert_allclose(np.diag(found), expected(np.delete(u[0], 3, 0)), rtol=1e-3)
 
 
@@ -117,7 +110,7 @@ def test_columns_share_their_minibatches():
 @pytest.mark.parametrize("dimension", [DIMENSION, 2 * CURVATURE.probes])
 def test_the_diagonal_is_that_of_the_hessian(dimension, seed):
     size, hessian = 20, matrix(0, dimension)
-    u = normal(1, (1, size, dimension))
+    u = numbers(1, (1, size, dimension))
     found = mean_diagonal(generator(seed), u, gradients_of(lambda number, u: u @ hessian.astype(u.dtype)))
     # Products with random signs add the other entries of a row; there are none with unit vectors.
     off = (hessian - np.diag(np.diag(hessian))) * (dimension > CURVATURE.probes)
@@ -143,15 +136,15 @@ def test_the_noise_is_measured():
     root = np.linalg.cholesky(covariance).astype(np.float32)
 
     def gradient(number, u):
-        return u**2 + normal(number, u.shape) @ root.T
+        return u**2 + numbers(number, u.shape) @ root.T
 
     number, size = 100, 20
-    found = noise_covariance(generator(), cloud(size=size), gradient, number).astype(float)
+    found = noise_covariance(generator(0), cloud(size=size), gradient, number).astype(float)
     whitened = np.linalg.solve(np.linalg.cholesky(covariance), found)
     whitened = np.linalg.solve(np.linalg.cholesky(covariance), whitened.T)
     error = (2 / (number * size)) ** 0.5
     assert np.abs(whitened - np.eye(DIMENSION)).max() < 4.5 * error
-    np.testing.assert_allclose(noise_covariance(generator(), cloud(), exact_gradient, 4), 0.0, atol=1e-12)
+    np.testing.assert_allclose(noise_covariance(generator(0), cloud(), exact_gradient, 4), 0.0, atol=1e-12)
 
 
 def test_only_noisy_directions_are_shrunk():
@@ -168,7 +161,7 @@ def test_only_noisy_directions_are_shrunk():
 
 def test_equal_noise_known_from_few_draws_is_not_shrunk():
     dimension, number = 50, 160
-    draws = 10.0 * normal(0, (number, dimension))
+    draws = 10.0 * numbers(0, (number, dimension))
     covariance = draws.T @ draws / number
     assert shrink_noisy_directions(covariance, 10**7, 0.5)[1] > 5.0  # taken at its word
     assert shrink_noisy_directions(covariance, number, 0.5)[1] < 1.3
@@ -189,7 +182,7 @@ def outliers(dimension=200):
 def test_lanczos_finds_the_extreme_eigenvalues():
     hessian, expected = outliers()
     single = hessian.astype(np.float32)
-    vectors, values = extremes(normal(0, (200,)), lambda v: single @ v, 20)
+    vectors, values = extremes(numbers(0, (200,)), lambda v: single @ v, 20)
     far = np.abs(np.log(values)) > 1
     np.testing.assert_allclose(np.sort(values[far]), expected, rtol=2e-2)
     found = vectors[:, far].astype(float)
@@ -210,7 +203,7 @@ def test_what_has_not_converged_is_left_out():
     vectors = np.linalg.qr(rng.standard_normal((300, 300)))[0]
     hessian = (vectors * np.geomspace(0.03, 30, 300)) @ vectors.T
     single = hessian.astype(np.float32)
-    found, values = extremes(normal(0, (300,)), lambda v: single @ v, 10)
+    found, values = extremes(numbers(0, (300,)), lambda v: single @ v, 10)
     residual = np.linalg.norm(hessian @ found - found * values, axis=0)
     assert (residual <= 0.35 * np.sqrt(values)).all()
     assert ((values == 1) == (np.linalg.norm(found, axis=0) == 0)).all()
@@ -232,7 +225,7 @@ def test_a_flat_direction_among_thousands_is_found():
         found = np.argmin(values)
         return values[found], abs(vectors[:, found] @ flat)
 
-    y = normal(0, (1, 20, size)) / bulk**0.5 + 300.0**0.5 * normal(1, (1, 20, 1)) * flat
+    y = numbers(0, (1, 20, size)) / bulk**0.5 + 300.0**0.5 * numbers(1, (1, 20, 1)) * flat
     value, alignment = flattest(wide_direction(generator(2), y))
     assert abs(300.0 * value - 1.0) < 0.5 and alignment > 0.99
     # From a random direction, the same number of steps does not find it.
@@ -249,7 +242,7 @@ def test_inflations_of_effects_add_up_to_a_shift_of_their_scale(effects):
 
     def gradient(number, u):
         t, x = sd * u[..., :1], variance**0.5 * u[..., 1:]
-        noise = normal(number, (1, 1, 1))
+        noise = numbers(number, (1, 1, 1))
         by_scale = effects - (x**2).sum(-1, keepdims=True) * np.exp(-2.0 * t) + noise
         return np.concatenate([sd * by_scale, variance**0.5 * (x * np.exp(-2.0 * t) + noise)], -1)
 
