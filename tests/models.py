@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import numpyro
+import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
 from numpyro_repulsion.kernels import ParticleState
@@ -29,6 +31,30 @@ def linear(matrix):
 
 def quadratic(z):
     return jnp.sum(z**2) / 2
+
+
+def moments(grid, log_density):
+    """The mean and the variance of a density on a grid, ``(n,)`` or ``(n, d)``, known up to a factor."""
+    weight = np.exp(log_density - np.max(log_density))
+    weight /= weight.sum()
+    mean = weight @ grid
+    return mean, weight @ (grid - mean) ** 2
+
+
+def mean_of(likelihood, batch=20):
+    """A model of the mean of rows with this likelihood of it, which returns the mean."""
+
+    def model(y, subsample_size=batch):
+        mu = numpyro.sample("mu", dist.Normal(0, 10))
+        with numpyro.plate("rows", len(y), subsample_size=subsample_size) as i:
+            numpyro.sample("y", likelihood(mu), obs=y[i])
+        return mu
+
+    return model
+
+
+def student(mu):
+    return dist.StudentT(5.0, mu, 1.0)
 
 
 def vectorized(

@@ -5,9 +5,10 @@ from dataclasses import replace
 import jax
 from jax import random
 import jax.numpy as jnp
-from models import sites, vectorized, warmed
+from models import moments, sites, warmed
 import numpy as np
 import pytest
+from results import run
 
 import numpyro
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
@@ -41,14 +42,12 @@ def data(number):
 
 def exact(y, number, **_):
     """The mean and the standard deviation of log s, from the means of the groups."""
-    log_scale = np.linspace(-5.0, 1.0, 2000)[:, None]
+    log_scale = np.linspace(-5.0, 1.0, 2000)
     variance = np.exp(2 * log_scale) + 1 / REPEATS
-    means = np.asarray(y, float).reshape(number, REPEATS).mean(1)
-    log_density = (-0.5 * np.log(variance) - means**2 / variance / 2).sum(1)
-    log_density += log_scale[:, 0] - np.exp(2 * log_scale[:, 0]) / 2
-    weights = np.exp(log_density - log_density.max())
-    mean, square = (np.sum(weights * log_scale[:, 0] ** power) / weights.sum() for power in (1, 2))
-    return mean, (square - mean**2) ** 0.5
+    means = np.asarray(y, float).reshape(number, REPEATS).mean(1)[:, None]
+    log_density = (-0.5 * np.log(variance) - means**2 / variance / 2).sum(0)
+    mean, variance = moments(log_scale, log_density + log_scale - np.exp(2 * log_scale) / 2)
+    return mean, variance**0.5
 
 
 @pytest.mark.parametrize("settings", [{}, {"gradient": SVRG()}])
@@ -110,8 +109,8 @@ def test_products_are_centered_from_the_first_window_on():
 def test_the_scale_of_a_thousand_effects(kernel, by_hand):
     known = data(1000) | {"by_hand": by_hand}
     # Rows of products are not quadratic, so control variates of second order leave more noise, and steps are shorter.
-    mcmc = vectorized(kernel(effects), *2 * (300 * (1 + by_hand),), 20)
-    mcmc.run(random.key(0), **known)
+    length = 300 * (1 + by_hand)
+    mcmc = run(kernel(effects), num_warmup=length, num_samples=length, num_chains=20, **known)
     draws = np.log(np.asarray(mcmc.get_samples(group_by_chain=True)["scale"], float))
     mean, sd = exact(**known)
     number = float(effective_sample_size(draws))
@@ -129,7 +128,6 @@ def test_without_any_of_it_the_scale_does_not_mix(monkeypatch):
     monkeypatch.setattr(adam, "ADAM", replace(ADAM, course=-1.0))
     monkeypatch.setattr(HostSampler, "log_volume_gained", lambda sampler, warmup, u: 0.0)
     monkeypatch.setattr(scales, "CENTERING", replace(scales.CENTERING, effects=10**9))
-    mcmc = vectorized(SGLD(effects), 300, 300, 20)
-    mcmc.run(random.key(0), **known)
+    mcmc = run(SGLD(effects), num_warmup=300, num_samples=300, num_chains=20, **known)
     draws = np.log(np.asarray(mcmc.get_samples(group_by_chain=True)["scale"], float))
     assert split_gelman_rubin(draws) > 1.2 and diagnose(mcmc)
