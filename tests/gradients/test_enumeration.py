@@ -40,134 +40,99 @@ def parameters():
     return means, weight, jnp.stack([1 - weight, weight])
 
 
-def sums(first, second, weight, extra=0.0):
+def sums(first, second, weight):
     """log Σ p(c) exp(...) for two values of c."""
-    return jnp.logaddexp(jnp.log1p(-weight) + first + extra, jnp.log(weight) + second + extra)
+    return jnp.logaddexp(jnp.log1p(-weight) + first, jnp.log(weight) + second)
 
 
-def normal(y, mean, scale=1.0):
-    return dist.Normal(mean, scale).log_prob(y)
+def normal(y, mean):
+    return dist.Normal(mean, 1.0).log_prob(y)
 
 
-# Each model with the same written without discrete sites: with enumeration, and by hand.
+# Each model with enumeration, and with its sums written by hand.
 
 
-def local(batch=2):
-    means, weight, _ = parameters()
+def local(by_hand, batch=2):
+    means, weight, weights = parameters()
     with numpyro.plate("rows", 5, subsample_size=batch) as i:
-        c = numpyro.sample("c", dist.Bernoulli(weight))
-        numpyro.sample("y", dist.Normal(means[c], 1), obs=take(Y, i))
-
-
-def local_by_hand(batch=2):
-    means, _, weights = parameters()
-    with numpyro.plate("rows", 5, subsample_size=batch) as i:
-        law = dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(means, 1))
+        if by_hand:
+            law = dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(means, 1))
+        else:
+            law = dist.Normal(means[numpyro.sample("c", dist.Bernoulli(weight))], 1)
         numpyro.sample("y", law, obs=take(Y, i))
+    return weight
 
 
-def two_plates(batch=2):
-    means, weight, _ = parameters()
-    with numpyro.plate("rows", 5, subsample_size=batch) as i:
-        c = numpyro.sample("c", dist.Bernoulli(weight))
-        numpyro.sample("y", dist.Normal(means[c], 1), obs=take(Y, i))
+def two_plates(by_hand):
+    weight = local(by_hand)
     with numpyro.plate("others", 5, subsample_size=3) as i:
-        d = numpyro.sample("d", dist.Bernoulli(0.3))
-        numpyro.sample("x", dist.Normal(weight + d, 1), obs=take(X, i))
+        x = take(X, i)
+        if by_hand:
+            numpyro.factor("g", sums(normal(x, weight), normal(x, weight + 1), 0.3))
+        else:
+            numpyro.sample("x", dist.Normal(weight + numpyro.sample("d", dist.Bernoulli(0.3)), 1), obs=x)
 
 
-def two_plates_by_hand(batch=2):
+def cells(by_hand):
     means, weight, _ = parameters()
-    with numpyro.plate("rows", 5, subsample_size=batch) as i:
-        numpyro.factor("f", sums(*(normal(take(Y, i), mean) for mean in means), weight))
-    with numpyro.plate("others", 5, subsample_size=3) as i:
-        numpyro.factor("g", sums(normal(take(X, i), weight), normal(take(X, i), weight + 1), 0.3))
-
-
-def cells(batch=2):
-    means, weight, _ = parameters()
-    with numpyro.plate("columns", 3, subsample_size=2) as j, numpyro.plate("rows", 5, subsample_size=batch) as i:
-        c = numpyro.sample("c", dist.Bernoulli(weight))
-        numpyro.sample("y", dist.Normal(means[c], 1), obs=take(TABLE, (i[:, None], j)))
-
-
-def cells_by_hand(batch=2):
-    means, weight, _ = parameters()
-    with numpyro.plate("columns", 3, subsample_size=2) as j, numpyro.plate("rows", 5, subsample_size=batch) as i:
+    with numpyro.plate("columns", 3, subsample_size=2) as j, numpyro.plate("rows", 5, subsample_size=2) as i:
         y = take(TABLE, (i[:, None], j))
-        numpyro.factor("f", sums(*(normal(y, mean) for mean in means), weight))
+        if by_hand:
+            numpyro.factor("f", sums(*(normal(y, mean) for mean in means), weight))
+        else:
+            numpyro.sample("y", dist.Normal(means[numpyro.sample("c", dist.Bernoulli(weight))], 1), obs=y)
 
 
-def scaled_and_masked(batch=2):
+def scaled_and_masked(by_hand):
     means, weight, _ = parameters()
-    with numpyro.plate("rows", 5, subsample_size=batch) as i:
+    with numpyro.plate("rows", 5, subsample_size=2) as i:
+        y, seen = take(Y, i), take(X > 0, i)
+        if by_hand:
+            numpyro.factor("f", sums(*(jnp.where(seen, 0.3 * normal(y, mean), 0.0) for mean in means), weight))
+        else:
+            c = numpyro.sample("c", dist.Bernoulli(weight))
+            with handlers.scale(scale=0.3), handlers.mask(mask=seen):
+                numpyro.sample("y", dist.Normal(means[c], 1), obs=y)
+
+
+def outside(by_hand):
+    means, weight, _ = parameters()
+    groups = jnp.asarray(TABLE[0])
+    if by_hand:
+        numpyro.factor("f", sums(*(normal(0.7, mean) for mean in means), weight))
+        numpyro.factor("g", sums(*(normal(groups, mean) for mean in means), 0.8).sum())
+    else:
         c = numpyro.sample("c", dist.Bernoulli(weight))
-        with handlers.scale(scale=0.3), handlers.mask(mask=take(X > 0, i)):
-            numpyro.sample("y", dist.Normal(means[c], 1), obs=take(Y, i))
-
-
-def scaled_and_masked_by_hand(batch=2):
-    means, weight, _ = parameters()
-    with numpyro.plate("rows", 5, subsample_size=batch) as i:
-        terms = (jnp.where(take(X > 0, i), 0.3 * normal(take(Y, i), mean), 0.0) for mean in means)
-        numpyro.factor("f", sums(*terms, weight))
-
-
-def outside(batch=2):
-    means, weight, _ = parameters()
-    c = numpyro.sample("c", dist.Bernoulli(weight))
-    numpyro.sample("before", dist.Normal(means[c], 1), obs=0.7)
-    with numpyro.plate("groups", 3):
-        d = numpyro.sample("d", dist.Categorical(jnp.array([0.2, 0.8])))
-        numpyro.sample("group", dist.Normal(means[d], 1), obs=jnp.asarray(TABLE[0]))
-    with numpyro.plate("rows", 5, subsample_size=batch) as i:
+        numpyro.sample("before", dist.Normal(means[c], 1), obs=0.7)
+        with numpyro.plate("groups", 3):
+            d = numpyro.sample("d", dist.Categorical(jnp.array([0.2, 0.8])))
+            numpyro.sample("group", dist.Normal(means[d], 1), obs=groups)
+    with numpyro.plate("rows", 5, subsample_size=2) as i:
         numpyro.sample("y", dist.Normal(means[0] * means[1], 1), obs=take(Y, i))
 
 
-def outside_by_hand(batch=2):
-    means, weight, _ = parameters()
-    numpyro.factor("f", sums(*(normal(0.7, mean) for mean in means), weight))
-    numpyro.factor("g", sums(*(normal(jnp.asarray(TABLE[0]), mean) for mean in means), 0.8).sum())
-    with numpyro.plate("rows", 5, subsample_size=batch) as i:
-        numpyro.sample("y", dist.Normal(means[0] * means[1], 1), obs=take(Y, i))
-
-
-def hidden_markov(batch=2):
-    means, weight, _ = parameters()
+def hidden_markov(by_hand):
+    means, weight, weights = parameters()
 
     def transition(c, y):
         c = numpyro.sample("c", dist.Bernoulli(jnp.where(c == 1, weight, 0.3)))
         numpyro.sample("series", dist.Normal(means[c], 1), obs=y)
         return c, None
 
-    scan(transition, 0, jnp.asarray(SERIES))
-    with numpyro.plate("rows", 5, subsample_size=batch) as i:
+    if by_hand:
+        move, state = jnp.stack([jnp.array([0.7, 0.3]), weights]), jnp.array([1.0, 0.0])
+        for y in SERIES:
+            state = (state @ move) * jnp.exp(normal(y, means))
+        numpyro.factor("f", jnp.log(state.sum()))
+    else:
+        scan(transition, 0, jnp.asarray(SERIES))
+    with numpyro.plate("rows", 5, subsample_size=2) as i:
         numpyro.sample("y", dist.Normal(means[0], 1), obs=take(Y, i))
 
 
-def hidden_markov_by_hand(batch=2):
-    means, weight, _ = parameters()
-    move = jnp.stack([jnp.array([0.7, 0.3]), jnp.stack([1 - weight, weight])])
-    state = jnp.array([1.0, 0.0])
-    for y in SERIES:
-        state = (state @ move) * jnp.exp(normal(y, means))
-    numpyro.factor("f", jnp.log(state.sum()))
-    with numpyro.plate("rows", 5, subsample_size=batch) as i:
-        numpyro.sample("y", dist.Normal(means[0], 1), obs=take(Y, i))
-
-
-PAIRS = {
-    "local": (local, local_by_hand),
-    "single rows": (partial(local, 1), partial(local_by_hand, 1)),
-    "cells": (cells, cells_by_hand),
-    "outside": (outside, outside_by_hand),
-}
+MODELS = {"local": local, "single rows": partial(local, batch=1), "cells": cells, "outside": outside}
 #: In the full test alone.
-MORE = {
-    "two plates": (two_plates, two_plates_by_hand),
-    "scaled and masked": (scaled_and_masked, scaled_and_masked_by_hand),
-    "hidden Markov": (hidden_markov, hidden_markov_by_hand),
-}
+MORE = {"two plates": two_plates, "scaled and masked": scaled_and_masked, "hidden Markov": hidden_markov}
 
 
 def minibatches(target):
@@ -181,9 +146,9 @@ def energy_and_grad(target):
     return jax.jit(lambda z, rows: jax.value_and_grad(target.potential_energy)(z, rows, KEY))
 
 
-@pytest.mark.parametrize("name", [*PAIRS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+@pytest.mark.parametrize("name", [*MODELS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_every_minibatch_has_the_energy_and_gradient_of_sums_by_hand(x64, name):
-    target, plain = map(ModelTarget, (PAIRS | MORE)[name])
+    target, plain = (ModelTarget((MODELS | MORE)[name], (by_hand,)) for by_hand in (False, True))
     assert target.plates == plain.plates and target.discrete and not plain.discrete
     z = plain.draw(random.key(1), init_to_uniform)
     rows = minibatches(target)
@@ -274,7 +239,7 @@ def test_without_funsor_the_remedy_is_named(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "funsor" else find(name, *a))
     with pytest.raises(ImportError, match="'c'.*needs funsor.*MixtureSameFamily"):
-        ModelTarget(local)
+        ModelTarget(local, (False,))
 
 
 # In a run.
