@@ -13,9 +13,11 @@ from numpyro_repulsion import (
     BiasBudget,
     ControlVariates,
     Cyclical,
+    FullData,
     Independent,
     Polynomial,
     Subsampled,
+    Sweeps,
 )
 from numpyro_repulsion.dynamics import Overdamped, Recipe, Relativistic, Thermostat, Underdamped
 from numpyro_repulsion.interactions import Laplacian, RandomFeatures, RandomGroups
@@ -35,6 +37,7 @@ INTEGERS = {
     "RandomFeatures": lambda n: RandomFeatures(num_features=n),
     "Subsampled": lambda n: Subsampled(block_size=n),
     "ControlVariates": lambda n: ControlVariates(block_size=n),
+    "chunk_size": lambda n: FullData(chunk_size=n).chunk_size,
     "SVRG": lambda n: SVRG(epoch=n),
     "Recipe": lambda n: Recipe(abs, extra=n),
     "Cyclical": lambda n: Cyclical(0.1, length=n),
@@ -82,7 +85,9 @@ def test_numbers(part):
             make(wrong)
 
 
-@pytest.mark.parametrize("make", [lambda x: Overdamped(noise=x), lambda x: Subsampled(shared=x)])
+@pytest.mark.parametrize(
+    "make", [lambda x: Overdamped(noise=x), lambda x: Subsampled(shared=x), lambda x: Sweeps(control_variates=x)]
+)
 def test_truth_values(make):
     for value in (True, False):
         assert {repr(make(x)) for x in (np.bool_(value), jnp.array(value))} == {repr(make(value))}

@@ -262,7 +262,6 @@ def test_minibatches_are_fresh_for_each_key_and_the_same_for_the_same_key():
     [
         (Subsampled(), (2, 3)),
         (Subsampled(shared=True), (2, 3)),
-        (Subsampled(shared=True), (1, 3)),
         (FullData(), (2, 3)),
         (Subsampled(chunk_size=4), (2, 3)),
         (Subsampled(shared=True, chunk_size=2), (2, 3)),
@@ -294,32 +293,13 @@ def test_memory_is_that_of_a_chunk():
     assert largest(4) < 0.2 * largest(None)
 
 
-@pytest.mark.parametrize("size", [0, 2.5, "4"])
-def test_a_size_of_chunks_is_checked(size):
-    for gradient in (FullData, Subsampled):
-        with pytest.raises((ValueError, TypeError), match="`chunk_size`.*None or a number of particles"):
-            gradient(chunk_size=size)
-
-
-def abstract_force(gradient, key, dtype=None):
-    """Shapes and types of ``(U, ∇U)``."""
-    target, z = ModelTarget(indexed), jax.ShapeDtypeStruct((2, 3, 2), dtype or jnp.float32)
-    return jax.eval_shape(lambda z: gradient.energy_and_grad(key, target, lambda flat: {"z": flat}, z), z)
-
-
-@pytest.mark.parametrize("make_key", [random.key, random.PRNGKey])
-def test_both_kinds_of_keys(make_key):
-    for gradient in (Subsampled(), Subsampled(shared=True), FullData()):
-        energy, slope = abstract_force(gradient, make_key(0))
-        assert energy.shape == (2, 3) and slope.shape == (2, 3, 2)
-    assert draw_indices(make_key(0), {"rows": (5, 2)})["rows"].shape == (2,)
-
-
 def test_precision_follows_the_particles_in_64_bit(x64):
-    assert ModelTarget(indexed).prototype["z"].dtype == jnp.float64
+    target = ModelTarget(indexed)
+    assert target.prototype["z"].dtype == jnp.float64
     for dtype in (jnp.float32, jnp.float64):
-        energy, slope = abstract_force(Subsampled(), KEY, dtype)
-        assert energy.dtype == slope.dtype == dtype
+        z = jax.ShapeDtypeStruct((2, 3, 2), dtype)
+        force = jax.eval_shape(lambda z: Subsampled().energy_and_grad(KEY, target, lambda flat: {"z": flat}, z), z)
+        assert [x.dtype for x in force] == [dtype, dtype]
 
 
 def test_randomness_in_the_likelihood_is_fresh():

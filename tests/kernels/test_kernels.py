@@ -336,6 +336,7 @@ def raises(message, kind=ValueError):
         ({"model": simple, "interaction": "rbf"}, "`interaction` must be an instance", TypeError),
         ({"model": simple, "gradient": "minibatch"}, "`gradient` must be an instance", TypeError),
         ({"model": simple, "dynamics": "sghmc"}, "`dynamics` must be an instance", TypeError),
+        ({"model": simple, "reparam": True}, "`reparam` must be 'auto' or None", ValueError),
         ({"model": simple, "moves": "jump"}, "`moves` must be an instance", TypeError),
         ({"model": simple, "moves": True}, "`moves` must be an instance such as Archive", TypeError),
         ({"model": simple, "init_strategy": 0.0}, "`init_strategy` must be callable", TypeError),
