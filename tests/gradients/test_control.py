@@ -8,7 +8,7 @@ import jax
 from jax import random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
-from models import vectorized, warmed
+from models import mean_of, student, vectorized, warmed
 import numpy as np
 import pytest
 from results import run
@@ -17,14 +17,7 @@ import numpyro
 import numpyro.distributions as dist
 
 from numpyro_repulsion import SGLD, SVRG, ControlVariates, Subsampled, to_inference_data
-from numpyro_repulsion.gradients import (
-    CenteredTarget,
-    Centering,
-    ModelTarget,
-    Reference,
-    Units,
-    evaluate_reference,
-)
+from numpyro_repulsion.gradients import CenteredTarget, Centering, ModelTarget, Reference, Units, evaluate_reference
 from numpyro_repulsion.gradients.control import chunks, full_gradient
 
 KEY = random.key(0)
@@ -80,8 +73,18 @@ def flat(target, seed=0):
     return ravel_pytree(z)
 
 
+def on_all_rows(target, unravel):
+    return lambda z: target.potential_energy(unravel(z), target.all_rows, KEY)
+
+
 def exact(target, z, unravel):
-    return jax.value_and_grad(lambda z: target.potential_energy(unravel(z), target.all_rows, KEY))(z)
+    return jax.jit(jax.value_and_grad(on_all_rows(target, unravel)))(z)
+
+
+def drawn(target, unravel, reference, gradient=None):
+    """U and ∇U on minibatches of a key, at a cloud."""
+    gradient = gradient or ControlVariates()
+    return jax.jit(lambda key, z: gradient.energy_and_grad(key, target, unravel, z, reference))
 
 
 @pytest.mark.parametrize(
@@ -104,8 +107,7 @@ def test_the_pass_in_chunks_is_that_on_all_rows(model, size, with_hessian):
     found = jax.jit(lambda z: full_gradient(KEY, target, unravel, z, size, units))(z)
     expected = exact(target, z, unravel)
     if with_hessian:
-        hessian = jax.hessian(lambda z: target.potential_energy(unravel(z), target.all_rows, KEY))(z)
-        expected = *expected, hessian
+        expected = *expected, jax.jit(jax.hessian(on_all_rows(target, unravel)))(z)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-4), found, expected)
 
 
@@ -119,7 +121,7 @@ def test_a_model_that_insists_on_its_number_of_rows_gets_chunks_of_that():
 
     target = ModelTarget(model)
     z, unravel = flat(target)
-    found = full_gradient(KEY, target, unravel, z, 100)
+    found = jax.jit(lambda z: full_gradient(KEY, target, unravel, z, 100))(z)
     expected = z**2 / 2 + jnp.sum((x - z) ** 2) / 2 + 26 * jnp.log(2 * jnp.pi) / 2
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
     np.testing.assert_allclose(found[1], z + 25 * z - x.sum(), rtol=1e-4)
@@ -190,15 +192,14 @@ def test_in_a_centering_corrections_are_those_in_coordinates_of_the_model(share,
     centered = CenteredTarget(target, none._replace(share=shares), unravel)
     # In coordinates of the model, second order leaves no noise; in its own, which multiply by a scale, it would.
     reference = reference_at(target, flat(target, 1)[0], unravel, order)
-    expected = full_gradient(KEY, centered, unravel, y, 20)
+    expected = jax.jit(lambda y: full_gradient(KEY, centered, unravel, y, 20))(y)
     energy, slope = means(ControlVariates, centered, unravel, y[None], reference)
     np.testing.assert_allclose(energy[0], expected[0], rtol=1e-4)
     np.testing.assert_allclose(slope[0], expected[1], rtol=1e-4, atol=1e-4)
     own = reference_at(centered, flat(target, 1)[0], unravel, order)
-    gradient = ControlVariates()
-    one = gradient.energy_and_grad(KEY, centered, unravel, y[None, None], reference)[1][0, 0]
-    other = gradient._corrected(KEY, centered, unravel, y[None, None], own)[1][0, 0]
-    noise = [np.abs(x - expected[1]).max() for x in (one, other)]
+    in_own = jax.jit(lambda key, z: ControlVariates()._corrected(key, centered, unravel, z, own))
+    both = (draw(KEY, y[None, None])[1][0, 0] for draw in (drawn(centered, unravel, reference), in_own))
+    noise = [np.abs(x - expected[1]).max() for x in both]
     assert (noise[0] < 1e-3) == (order == 2) and noise[1] > 0.05, noise
 
 
@@ -207,22 +208,20 @@ def test_at_the_reference_there_is_no_noise_and_far_off_there_is(shared, order):
     target = ModelTarget(rows_model(40, 4))
     point, unravel = flat(target)
     reference = reference_at(target, point, unravel, order)
-    gradient = ControlVariates(shared)
+    corrected, plain = (drawn(target, unravel, reference, kind(shared)) for kind in (ControlVariates, Subsampled))
     z = jnp.broadcast_to(point, (2, 3, 3))
-    energy, slope = gradient.energy_and_grad(random.key(7), target, unravel, z, reference)
+    energy, slope = corrected(random.key(7), z)
     expected = exact(target, point, unravel)
     np.testing.assert_allclose(energy, jnp.full((2, 3), expected[0]), rtol=1e-5)
     np.testing.assert_allclose(slope, jnp.broadcast_to(expected[1], z.shape), rtol=1e-4, atol=1e-3)
 
-    def noise(gradient, reference, z):
-        draw = jax.jit(lambda key: gradient.energy_and_grad(key, target, unravel, z, reference)[1])
-        return float(np.var([draw(key) for key in random.split(KEY, 40)], 0).sum(-1).mean())
+    def noise(draw, z):
+        return float(np.var([draw(key, z)[1] for key in random.split(KEY, 40)], 0).sum(-1).mean())
 
-    plain = noise(Subsampled(shared), reference, z + 0.01)
     # The standard deviation of the noise is linear in the distance from the reference, or quadratic.
     near, far = 0.05, 0.2
-    small, large = noise(gradient, reference, z + near), noise(gradient, reference, z + far)
-    assert small < 1e-1 * plain and abs(np.log(large / small) / np.log(far / near) / 2 - order) < 0.35
+    small, large = noise(corrected, z + near), noise(corrected, z + far)
+    assert small < 1e-1 * noise(plain, z + 0.01) and abs(np.log(large / small) / np.log(far / near) / 2 - order) < 0.35
 
 
 def test_of_gaussian_rows_second_order_leaves_no_noise():
@@ -236,10 +235,9 @@ def test_of_gaussian_rows_second_order_leaves_no_noise():
     target = ModelTarget(model)
     point, unravel = flat(target)
     z = point + 3.0 * random.normal(KEY, (1, 5, 3))
-    expected = jax.vmap(lambda z: exact(target, z, unravel))(z[0])
+    expected = jax.jit(jax.vmap(jax.value_and_grad(on_all_rows(target, unravel))))(z[0])
     for order, is_exact in ((2, True), (1, False)):
-        reference = reference_at(target, point, unravel, order)
-        energy, slope = ControlVariates().energy_and_grad(KEY, target, unravel, z, reference)
+        energy, slope = drawn(target, unravel, reference_at(target, point, unravel, order))(KEY, z)
         assert np.allclose(energy[0], expected[0], rtol=1e-4) == is_exact
         assert np.allclose(slope[0], expected[1], rtol=1e-4, atol=1e-3) == is_exact
 
@@ -248,11 +246,11 @@ def test_without_a_reference_it_is_the_plain_minibatch():
     target = ModelTarget(rows_model(40, 4))
     z, unravel = flat(target)
     cloud = z + 0.1 * random.normal(KEY, (1, 5, 3))
-    plain = Subsampled().energy_and_grad(KEY, target, unravel, cloud)
+    plain = drawn(target, unravel, None, Subsampled())(KEY, cloud)
     unused = [reference_at(target, z, unravel, order)._replace(order=jnp.asarray(0)) for order in (1, 2)]
     for reference in (None, *unused, Reference.none(3, z.dtype)):
-        found = ControlVariates().energy_and_grad(KEY, target, unravel, cloud, reference)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, plain)
+        found = drawn(target, unravel, reference)(KEY, cloud)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, plain)
 
 
 @pytest.mark.parametrize("order", [1, 2])
@@ -261,15 +259,14 @@ def test_energy_is_that_of_the_gradient(order):
     point, unravel = flat(target)
     reference = reference_at(target, point, unravel, order)
     z = point + jnp.array([0.3, -0.2, 0.1])
+    draw = drawn(target, unravel, reference)
 
-    @jax.jit
     def energy(z):
-        return ControlVariates().energy_and_grad(KEY, target, unravel, z[None, None], reference)[0][0, 0]
+        return draw(KEY, z[None, None])[0][0, 0]
 
     step = 1e-2 * jnp.eye(3)
     numerical = jnp.array([(energy(z + e) - energy(z - e)) / 2e-2 for e in step])
-    slope = ControlVariates().energy_and_grad(KEY, target, unravel, z[None, None], reference)[1][0, 0]
-    np.testing.assert_allclose(numerical, slope, rtol=5e-3, atol=0.1)
+    np.testing.assert_allclose(numerical, draw(KEY, z[None, None])[1][0, 0], rtol=5e-3, atol=0.1)
 
 
 def test_which_order_warmup_may_take():
@@ -284,13 +281,16 @@ def test_which_order_warmup_may_take():
         ControlVariates(order=3)
 
 
+students = mean_of(student)
+
+
 @pytest.mark.parametrize(
     ("order", "words"), [(None, "second order"), pytest.param(1, "first order", marks=pytest.mark.slow)]
 )
 def test_warmup_takes_the_order_with_the_least_noise(order, words):
     y = 5.0 + random.normal(random.key(1), (400,))
-    kernel = SGLD(mean_of, gradient=ControlVariates(order=order))
-    mcmc = run(kernel, y, 20, num_warmup=200, num_samples=300, num_chains=10)
+    kernel = SGLD(students, gradient=ControlVariates(order=order))
+    mcmc = run(kernel, y, num_warmup=200, num_samples=300, num_chains=10)
     learned = mcmc.last_state.learned
     assert (learned.reference.hessian is not None) == (words == "second order")
     # Rows with tails are not quadratic, but nearly so within a posterior as narrow as this.
@@ -298,12 +298,6 @@ def test_warmup_takes_the_order_with_the_least_noise(order, words):
     assert to_inference_data(mcmc).posterior.attrs["control_variates"] == words
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["mu"], float)
     assert draws.std() == pytest.approx((8 / 6 / 400) ** 0.5, rel=0.15)  # of Fisher's information of a Student-t
-
-
-def mean_of(y, subsample_size):
-    mu = numpyro.sample("mu", dist.Normal(0, 10))
-    with numpyro.plate("rows", len(y), subsample_size=subsample_size) as i:
-        numpyro.sample("y", dist.StudentT(5.0, mu, 1.0), obs=y[i])
 
 
 def short_run(model, *args, mcmc=None, jit=False):
@@ -338,15 +332,15 @@ def test_one_other_row_is_recognized(given):
     other = y.at[7].set(50.0)[: 300 if given == "fewer arguments" else 400]
 
     def model_of(y):
-        return lambda: mean_of(y, 20)
+        return lambda: students(y)
 
     is_closure, jit = given == "a closure", given == "inputs of the program"
-    mcmc, before = short_run(model_of(y) if is_closure else lambda y: mean_of(y, 20), *[y] * (not is_closure), jit=jit)
+    mcmc, before = short_run(model_of(y) if is_closure else students, *[y] * (not is_closure), jit=jit)
     _, same = short_run(None, *[y] * (not is_closure), mcmc=mcmc)
     assert is_same(before, same) and before.posterior_id.all()
     _, after = short_run(model_of(other) if is_closure else None, *[other] * (not is_closure), mcmc=mcmc)
-    target = ModelTarget(mean_of, (other, 20))
-    _, gradient = full_gradient(KEY, target, lambda z: {"mu": z[0]}, before.position, 10)
+    target = ModelTarget(students, (other,))
+    _, gradient = jax.jit(lambda z: full_gradient(KEY, target, lambda z: {"mu": z[0]}, z, 10))(before.position)
     np.testing.assert_array_equal(after.position, before.position)
     np.testing.assert_allclose(after.gradient, gradient, rtol=1e-4)
     assert not np.allclose(before.gradient, gradient, rtol=1e-3)
@@ -359,9 +353,9 @@ def test_one_other_row_is_recognized(given):
 @pytest.mark.filterwarnings("ignore:num_warmup")
 def test_a_warmup_of_one_iteration_finds_a_reference():
     y = 5.0 + random.normal(random.key(1), (400,))
-    kernel = SGLD(mean_of, step_size=1e-3)
-    mcmc = run(kernel, y, 20, num_warmup=1, num_samples=400, num_chains=10)
-    warmup = warmed(kernel, random.split(random.key(0), 10), 1, 1, y, 20).warmup
+    kernel = SGLD(students, step_size=1e-3)
+    mcmc = run(kernel, y, num_warmup=1, num_samples=400, num_chains=10)
+    warmup = warmed(kernel, random.split(random.key(0), 10), 1, 1, y).warmup
     assert np.any(warmup.reference.gradient != 0)
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["mu"][:, 200:])
     assert abs(draws.mean() - float(jnp.median(y))) < 0.2

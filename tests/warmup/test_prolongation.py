@@ -137,9 +137,11 @@ def test_when_an_arrival_is_prolonged(scale, noise, energies, is_prolonged):
 
 @pytest.mark.parametrize("settings", [{"gradient": Subsampled()}, {"gradient": SVRG()}, {"step_size": 1e-5}])
 def test_without_a_common_reference_nothing_can_be_told(settings):
-    kernel, kwargs = SGLD(network, **settings), {"subsample_size": BATCH, "hidden": 5}
-    state = jax.eval_shape(lambda: kernel.start(random.split(random.key(2), PARTICLES), 100, None, (X, Y), kwargs))
-    assert state.warmup.arrival.is_prolonged is None
+    def start(**settings):
+        kernel, keys = SGLD(regression, **settings), random.split(random.key(2), PARTICLES)
+        return jax.eval_shape(lambda: kernel.start(keys, 100, None, (X, Y, BATCH), {})).warmup
+
+    assert start(**settings).arrival.is_prolonged is None and start().arrival.is_prolonged is not None
 
 
 @pytest.mark.slow
