@@ -61,14 +61,14 @@ def within(likelihood, size=N, batch=B, **settings):
     return model
 
 
-def outside(likelihood):
-    """A model whose likelihood uses rows outside of their plate, scaled for any number of them."""
+def outside(likelihood, weight=lambda i: N / len(i)):
+    """A model whose likelihood uses rows outside of their plate, scaled for any number of them, or otherwise."""
 
     def model():
         b, s = parameters()
         with rows() as i:
             x, y = X[i], Y[i]
-        with handlers.scale(scale=N / len(i)):
+        with handlers.scale(scale=weight(i)):
             likelihood(b, s, x, y)
 
     return model
@@ -85,7 +85,13 @@ def test_outputs_of_one_equation_are_told_apart():
 
 
 plain = within(lambda b, s, i: observe("y", X[i] @ b, Y[i], s))
-any_number = outside(lambda b, s, x, y: observe("y", x @ b, y, s))
+
+
+def linear(b, s, x, y):
+    observe("y", x @ b, y, s)
+
+
+any_number, outside_by_hand = outside(linear), outside(linear, lambda i: N / B)
 
 
 def as_many_groups_as_rows():
@@ -362,14 +368,6 @@ def test_parameters_with_too_few_entries_are_refused():
 
 
 # --- Rows used outside of their plate, multiplied by hand. ---
-
-
-def outside_by_hand():
-    b, s = parameters()
-    with rows() as i:
-        x, y = X[i], Y[i]
-    with handlers.scale(scale=N / B):
-        observe("y", x @ b, y, s)
 
 
 def factor_by_hand():

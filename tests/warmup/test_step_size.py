@@ -8,18 +8,12 @@ from typing import NamedTuple
 import jax
 from jax import lax, random
 import jax.numpy as jnp
-from models import generator, numbers, vectorized
+from models import generator, numbers, quadratic, vectorized
 import numpy as np
 import pytest
+from results import run
 
-from numpyro_repulsion import (
-    RBF,
-    SGLD,
-    SGLDR,
-    Balanced,
-    BiasBudget,
-    ensemble_mcse,
-)
+from numpyro_repulsion import RBF, SGLD, SGLDR, Balanced, BiasBudget, ensemble_mcse
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats, Dynamics, Overdamped, Thermostat, Underdamped
 from numpyro_repulsion.dynamics.step_error import EulerError
 from numpyro_repulsion.interactions import Coupling, Laplacian, RandomGroups, base
@@ -103,12 +97,16 @@ def test_steepness_is_that_of_the_repulsion():
     r, h = 0.6, 0.5
     u = jnp.tile(jnp.array([[r], [0.0]]), (20_000, 1, 1))
     slope = 2 / h * (1 - 2 * r**2 / h) * np.exp(-(r**2) / h)
-    found = float(measure_steepness(random.key(0), RBF(h), u, jnp.asarray(h)))
+
+    def steepness(interaction, u=u):
+        return float(jax.jit(lambda u: measure_steepness(random.key(0), interaction, u, jnp.asarray(h)))(u))
+
+    found = steepness(RBF(h))
     # r changes by the difference of two standard normal numbers.
     assert found == pytest.approx(2**0.5 * abs(slope), rel=4.5 * 0.5 * (2 / 20_000) ** 0.5)
-    assert measure_steepness(random.key(0), 3 * RBF(h), u, jnp.asarray(h)) == pytest.approx(3 * found, rel=1e-5)
-    assert measure_steepness(random.key(0), Balanced(), u, jnp.asarray(h)) == 0.0
-    assert measure_steepness(random.key(0), RBF(h), u.at[0, 0].set(jnp.inf), jnp.asarray(h)) > 0.0
+    assert steepness(3 * RBF(h)) == pytest.approx(3 * found, rel=1e-5)
+    assert steepness(Balanced()) == 0.0
+    assert steepness(RBF(h), u.at[0, 0].set(jnp.inf)) > 0.0
 
 
 @pytest.mark.parametrize("dynamics", [EULER, Overdamped("lm"), Underdamped()])
@@ -148,8 +146,8 @@ def test_particles_on_a_line_keep_the_budget(is_measured, monkeypatch):
     if not is_measured:
         monkeypatch.setattr(HostSampler, "steepness", lambda *_: np.zeros(()))
     starts = random.normal(random.key(1), (20, 1))
-    mcmc = vectorized(SGLDR(potential_fn=lambda z: jnp.sum(z**2) / 2), 1000, 8000, 20)
-    mcmc.run(random.key(0), init_params=starts)
+    kernel = SGLDR(potential_fn=quadratic)
+    mcmc = run(kernel, num_warmup=1000, num_samples=8000, num_chains=20, init_params=starts)
     draws = np.asarray(mcmc.get_samples(group_by_chain=True), float)
     excess, error = draws.var() - 1.0, 2.0 * ensemble_mcse(draws, method="sd")[0]
     if is_measured:
@@ -407,8 +405,8 @@ def test_a_single_noisy_coordinate_does_not_give_them_up(of_one, order):
 
 def test_laplace_distribution_comes_out_in_its_own_size():
     # Its curvature is all in one point, which few measurements meet.
-    mcmc = vectorized(SGLD(potential_fn=lambda z: jnp.abs(z).sum()), 200, 2000)
-    mcmc.run(random.key(0), init_params=random.normal(random.key(50), (6, 1)))
+    kernel, starts = SGLD(potential_fn=lambda z: jnp.abs(z).sum()), random.normal(random.key(50), (6, 1))
+    mcmc = run(kernel, num_warmup=200, num_samples=2000, init_params=starts)
     draws = np.asarray(mcmc.get_samples(group_by_chain=True), float)
     error = ensemble_mcse(draws, 6, method="sd")[0]
     # Its variance is 2, of which the budget is a share; and half that size, or twice, would be seen.

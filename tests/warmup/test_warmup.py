@@ -5,7 +5,7 @@ import warnings
 import jax
 from jax import random
 import jax.numpy as jnp
-from models import PRECISION, numbers, programs_of, vectorized, warmed
+from models import PRECISION, mean_of, moments, numbers, programs_of, vectorized, warmed
 import numpy as np
 import pytest
 
@@ -13,18 +13,13 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import (
-    SGLD,
-    SGLDR,
-    BiasBudget,
-    ControlVariates,
-    Subsampled,
-)
+from numpyro_repulsion import SGLD, SGLDR, BiasBudget, ControlVariates, Subsampled
 from numpyro_repulsion.dynamics import Cloud, Overdamped
 from numpyro_repulsion.warmup import Preconditioner, WarmupPlan, WarmupState
 from numpyro_repulsion.warmup.learned import WarmupDiagnosis, diagnose_warmup
 from numpyro_repulsion.warmup.symptoms import Symptoms
 
+noisy_mean = mean_of(lambda mu: dist.Normal(mu, 1))
 FINE = WarmupDiagnosis(1000.0, 1000.0, condition=5.0, curvature_ratio=3.0, dependence=0.1, noise_ratio=0.1)
 
 
@@ -97,12 +92,6 @@ def test_nothing_is_cut_where_the_noise_was_not_measured(measures):
     assert (state.learned.gradient_limit is not None) == measures
 
 
-def noisy_mean(y, subsample_size):
-    mu = numpyro.sample("mu", dist.Normal(0, 10))
-    with numpyro.plate("rows", len(y), subsample_size=subsample_size) as i:
-        numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
-
-
 @pytest.mark.slow
 def test_noise_that_rules_the_step_is_named():
     y = random.permutation(random.key(5), jnp.linspace(-30.0, 30.0, 2000))
@@ -131,10 +120,7 @@ def test_minibatches_with_control_variates_give_the_posterior():
     grid = np.stack([axis.ravel() for axis in axes], -1)
     logits = grid @ x.T
     log_density = (logits * y - np.logaddexp(0, logits)).sum(1) - (grid**2).sum(1) / 2
-    weight = np.exp(log_density - log_density.max())
-    weight /= weight.sum()
-    mean = weight @ grid
-    variance = weight @ (grid - mean) ** 2
+    mean, variance = moments(grid, log_density)
 
     def scores(**kwargs):
         """Errors of means in their standard errors; and of variances, beyond what is tolerated."""
@@ -209,9 +195,7 @@ def test_scales_that_are_learned_and_given():
 
 
 def random_mean(y, subsample_size, noise):
-    mu = numpyro.sample("mu", dist.Normal(0, 10))
-    with numpyro.plate("rows", len(y), subsample_size=subsample_size) as i:
-        numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+    mu = noisy_mean(y, subsample_size)
     numpyro.factor("estimate", noise * random.normal(numpyro.prng_key()) * mu)
 
 
