@@ -90,7 +90,7 @@ class WarmupMover(CloudMover):
     def sampler_iteration(self, state: WarmupRun, window: WindowInfo) -> WarmupRun:
         """Make one iteration of the sampler."""
         warmup = self._with_window_references(window, state.cloud, state.warmup)
-        learned = self.for_updates(warmup, coordinate_limit(window.extreme_gradient))
+        learned = self.for_updates(warmup, window.extreme_gradient)
         # A key is split for jumps even where there are none, so that switching them on changes no other key.
         rng_key, progress, learned = self.move(state.rng_key, state.cloud, learned, state.num_updates, True)
         cloud, bandwidth, symptoms = progress.cloud, warmup.bandwidth, warmup.symptoms
@@ -120,18 +120,21 @@ class WarmupMover(CloudMover):
             num_updates=state.num_updates + self.num_steps,
         )
 
-    def for_updates(self, warmup: WarmupState, limit: jax.Array | None) -> Learned:
+    def for_updates(self, warmup: WarmupState, extreme_gradient: jax.Array | None) -> Learned:
         """Return what is learned so far, for updates of the sampler.
 
-        :param limit: from where on coordinates of noisy gradients are clipped; ``None`` if nothing is clipped. Of exact
-            ones, only this counts.
+        :param extreme_gradient: as in `Measurements`; ``None`` if nothing is clipped. Of exact gradients, only this
+            counts.
         """
-        if self.plan.kind is None or not self.plan.measures:
-            limit = None
-        elif limit is not None and not self.plan.is_noisy:
+        limit, now = None, warmup
+        if extreme_gradient is not None and self.plan.kind is not None and self.plan.measures:
+            root = now.preconditioner.root
             # Whitened positions and gradients have equal variances: 1 for a Gaussian, far more if modes lie apart.
-            limit = length_limit(jnp.fmax(warmup.moments.variances(), 1.0))
-        now = warmup
+            limit = (
+                coordinate_limit(extreme_gradient, None if root is None else root.units)
+                if self.plan.is_noisy
+                else length_limit(jnp.fmax(now.moments.variances(), 1.0))
+            )
         return Learned(now.preconditioner, now.centering, now.step_size, now.bandwidth, limit, now.reference, now.jumps)
 
     def _arrival_update(self, key, share_done, carry, warmup):
@@ -378,8 +381,7 @@ def freeze(bound: BoundSampler, how: Frozen, state: WarmupRun, judged: Judged | 
     """Return the state from which draws are made, with all that warmup learned, if there was one."""
     mover, warmup, (order, has_jumps) = _mover(bound, state), state.warmup, how.on
     extreme_gradient, figures, diagnosis = judged or (None, None, None)
-    limit = None if extreme_gradient is None else coordinate_limit(extreme_gradient)
-    learned, reference = mover.for_updates(warmup, limit), warmup.reference
+    learned, reference = mover.for_updates(warmup, extreme_gradient), warmup.reference
     if reference is not None:
         hessian = reference.hessian if order == 2 else None
         reference = reference._replace(order=None, hessian=hessian) if order else None
