@@ -94,7 +94,7 @@ def length_limit(variances: Float[Array, " d"]) -> Float[Array, ""]:
     return CLIPPING.length * jnp.sqrt(jnp.sum(variances))
 
 
-def coordinate_limit(extreme_gradient: Float[AnyArray, ""], units: Units | None = None) -> Float[AnyArray, "*d"]:
+def coordinate_limit(extreme_gradient: Float[AnyArray, ""], units: Units | None = None) -> Float[AnyArray, ...]:
     """Return the size at which single coordinates of whitened gradients are clipped: one for all, or with an arrow of
     each, ``(d,)``.
 
@@ -117,7 +117,7 @@ def clip(
 
 
 def clip_coordinates(
-    gradient: Float[Array, "*particles d"], limit: Float[Array, "*d"]
+    gradient: Float[Array, "*particles d"], limit: Float[Array, ...]
 ) -> tuple[Float[Array, "*particles d"], Bool[Array, "*particles"]]:
     """Return gradients clipped by coordinate: a long one, as in the neck of a funnel, would send a particle off."""
     return jnp.clip(gradient, -limit, limit), (jnp.abs(gradient) > CLIPPING.reached * limit).any(-1)

@@ -120,7 +120,7 @@ class WarmupMover(CloudMover):
             num_updates=state.num_updates + self.num_steps,
         )
 
-    def for_updates(self, warmup: WarmupState, extreme_gradient: jax.Array | None) -> Learned:
+    def for_updates(self, warmup: WarmupState, extreme_gradient: Float[AnyArray, ""] | None) -> Learned:
         """Return what is learned so far, for updates of the sampler.
 
         :param extreme_gradient: as in `Measurements`; ``None`` if nothing is clipped. Of exact gradients, only this

@@ -242,7 +242,7 @@ class Learned(NamedTuple):
     centering: Centering | None
     step_size: Float[AnyArray, ""]
     bandwidth: Float[AnyArray, ""]
-    gradient_limit: Float[AnyArray, "*d"] | None = None
+    gradient_limit: Float[AnyArray, ...] | None = None
     reference: Reference | None = None
     jumps: JumpsState | None = None
     packed_figures: Float[AnyArray, " _"] | None = None
