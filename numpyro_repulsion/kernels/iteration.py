@@ -94,14 +94,14 @@ def length_limit(variances: Float[Array, " d"]) -> Float[Array, ""]:
     return CLIPPING.length * jnp.sqrt(jnp.sum(variances))
 
 
-def coordinate_limit(extreme_gradient: Float[AnyArray, ""], units: Units | None = None) -> Float[AnyArray, ...]:
+def coordinate_limit(extreme: Float[AnyArray, ""], units: Units | None = None) -> Float[AnyArray, ...]:
     """Return the size at which single coordinates of whitened gradients are clipped: one for all, or with an arrow of
     each, ``(d,)``.
 
-    :param extreme_gradient: the largest coordinate that one gradient in ten exceeds; 0 if unknown.
+    :param extreme: the largest coordinate that one gradient in ten exceeds, or its noise; 0 if unknown.
     """
     factors = CLIPPING.extremes, CLIPPING.extremes_of_units
-    limit, of_units = (jnp.maximum(CLIPPING.coordinate, factor * extreme_gradient) for factor in factors)
+    limit, of_units = (jnp.maximum(CLIPPING.coordinate, factor * extreme) for factor in factors)
     if units is None:
         return limit
     return units.join(jnp.full(units.num_globals, limit), jnp.full((units.number, units.size), of_units))

@@ -187,7 +187,7 @@ def info_of(plan: WarmupPlan, timetable: Timetable, warmup: WarmupState, iterati
     """Return the `WindowInfo` of an iteration, counted from 0."""
     extreme = 0.0
     if plan.is_noisy and plan.measures:
-        extreme = warmup._replace(measurements=jax.device_get(warmup.measurements)).extreme_gradient
+        extreme = warmup._replace(measurements=jax.device_get(warmup.measurements)).extreme_noise
     begins, ends = map(np.int32, timetable.half_of_arrival(iteration))
     return WindowInfo(
         np.int32(timetable.next_end(iteration)),

@@ -64,7 +64,7 @@ class WindowInfo(NamedTuple):
     arrived: Integer[AnyArray, ""]  # after how many iterations particles have arrived
     half: tuple[Integer[AnyArray, ""], Integer[AnyArray, ""]]  # where the present half of the arrival begins and ends
     is_adapting: Bool[AnyArray, ""]  # whether scales are still adapted
-    extreme_gradient: Float[AnyArray, ""]  # as in `Measurements`, so far; 0 if unknown
+    extreme_noise: Float[AnyArray, ""]  # as in `Measurements`, so far; 0 if unknown
 
 
 class WarmupMover(CloudMover):
@@ -90,7 +90,7 @@ class WarmupMover(CloudMover):
     def sampler_iteration(self, state: WarmupRun, window: WindowInfo) -> WarmupRun:
         """Make one iteration of the sampler."""
         warmup = self._with_window_references(window, state.cloud, state.warmup)
-        learned = self.for_updates(warmup, window.extreme_gradient)
+        learned = self.for_updates(warmup, window.extreme_noise)
         # A key is split for jumps even where there are none, so that switching them on changes no other key.
         rng_key, progress, learned = self.move(state.rng_key, state.cloud, learned, state.num_updates, True)
         cloud, bandwidth, symptoms = progress.cloud, warmup.bandwidth, warmup.symptoms
@@ -120,18 +120,18 @@ class WarmupMover(CloudMover):
             num_updates=state.num_updates + self.num_steps,
         )
 
-    def for_updates(self, warmup: WarmupState, extreme_gradient: Float[AnyArray, ""] | None) -> Learned:
+    def for_updates(self, warmup: WarmupState, extreme: Float[AnyArray, ""] | None) -> Learned:
         """Return what is learned so far, for updates of the sampler.
 
-        :param extreme_gradient: as in `Measurements`; ``None`` if nothing is clipped. Of exact gradients, only this
-            counts.
+        :param extreme: of gradients, or of their noise while particles may be far from the posterior, as in
+            `Measurements`; ``None`` if nothing is clipped. Of exact gradients, only this counts.
         """
         limit, now = None, warmup
-        if extreme_gradient is not None and self.plan.kind is not None and self.plan.measures:
+        if extreme is not None and self.plan.kind is not None and self.plan.measures:
             root = now.preconditioner.root
             # Whitened positions and gradients have equal variances: 1 for a Gaussian, far more if modes lie apart.
             limit = (
-                coordinate_limit(extreme_gradient, None if root is None else root.units)
+                coordinate_limit(extreme, None if root is None else root.units)
                 if self.plan.is_noisy
                 else length_limit(jnp.fmax(now.moments.variances(), 1.0))
             )

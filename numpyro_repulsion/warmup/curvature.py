@@ -30,7 +30,7 @@ class CurvatureConstants:
     #: Products with random signs that give a diagonal, and iterations that give a largest eigenvalue.
     probes: int = 20
     iterations: int = 8
-    #: The quantile over the particles that is their high curvature, or extreme gradient.
+    #: The quantile over the particles that is their high curvature, or over gradients that is their extreme.
     quantile: float = 0.9
     #: Clouds of more numbers than this are large: of each group, the noise is measured on this many particles at most,
     #: and on fewer that have that many numbers, because the gradients of all power iterations are kept.
@@ -50,6 +50,7 @@ class Measurements(NamedTuple):
       ``(rows, 3)``.
     - **isotropic_noise** - the mean of that variance over all directions, ``(rows, 3)``.
     - **extreme_gradient** - the largest coordinate that one gradient in ten exceeds, ``(rows, 3)``.
+    - **extreme_noise** - the same of its noise, which is not long where particles are far from the posterior.
     - **steepness** - how fast Γ changes, ``(rows,)``.
 
     Unknown or non-finite numbers are negative.
@@ -60,18 +61,19 @@ class Measurements(NamedTuple):
     noise: Float[AnyArray, "_ _"]
     isotropic_noise: Float[AnyArray, "_ _"]
     extreme_gradient: Float[AnyArray, "_ _"]
+    extreme_noise: Float[AnyArray, "_ _"]
     steepness: Float[AnyArray, " _"]
 
     @staticmethod
     def empty(rows: int, particles: int, dtype) -> Measurements:
         """Return no measurements, with room for ``rows`` clouds."""
-        shapes = ((particles,), *3 * ((NUM_ORDERS,),), ())
+        shapes = ((particles,), *4 * ((NUM_ORDERS,),), ())
         return Measurements(jnp.zeros((), jnp.int32), *(jnp.full((rows, *shape), UNKNOWN, dtype) for shape in shapes))
 
     def add(self, curvature: np.ndarray, noise: np.ndarray, steepness: float) -> Measurements:
         """Return the measurements with one more cloud.
 
-        :param noise: the largest and the mean variance, and the extremes of the gradient, ``(3, 3)``.
+        :param noise: the largest and the mean variance, and the extremes of the gradient and its noise, ``(4, 3)``.
         """
         row = min(int(self.number), len(self.curvature) - 1)
         arrays = [np.array(known) for known in self[1:]]
@@ -99,6 +101,11 @@ class Measurements(NamedTuple):
     def mean_extreme_gradient(self) -> np.ndarray:
         """The mean of the extremes of the gradient by the order of control variates, ``(3,)``."""
         return _mean_of_known(self.extreme_gradient)
+
+    @property
+    def mean_extreme_noise(self) -> np.ndarray:
+        """The mean of the extremes of the noise by the order of control variates, ``(3,)``."""
+        return _mean_of_known(self.extreme_noise)
 
     @property
     def mean_isotropic_noise(self) -> np.ndarray:
@@ -185,9 +192,9 @@ def estimate_curvature(
     :param mixes: whether the particles visit the same places. Noise in directions that a single particle has is then
         that of a moment; otherwise, as in modes of a network, it stays.
     :return: the largest absolute curvature at each particle, ``(G L,)``, negative where it is not finite; and the
-        noise of the gradient for each order of control variates, ``(3, 3)``, negative where unknown: its largest
-        variance in any direction, the mean of that over all directions, and the largest coordinate that one gradient in
-        ten exceeds, pooled over the particles.
+        noise of the gradient for each order of control variates, ``(4, 3)``, negative where unknown: its largest
+        variance in any direction, the mean of that over all directions, and the largest coordinate that one in ten
+        exceeds, of gradients and of their noise, pooled over the particles.
     """
     distance = np.broadcast_to(np.asarray(width, u.dtype), u.shape[:-1])[..., None]
     direction = signs(rng, u.shape, u.dtype) / np.asarray(u.shape[-1] ** 0.5, u.dtype)
@@ -203,7 +210,7 @@ def estimate_curvature(
         usable = np.isfinite(size) & (size > 0)
         direction = np.where(usable, product / np.where(usable, size, 1.0), direction)
         seen.append([x[:, ::every] for x in ((plus + minus) / 2.0, *other)])
-    noise = np.full((3, NUM_ORDERS), UNKNOWN, u.dtype)
+    noise = np.full((4, NUM_ORDERS), UNKNOWN, u.dtype)
     for order, x in zip(orders, zip(*seen, strict=True), strict=True):
         noise[:, order] = _variances(rng, np.stack(x), mixes)
     return np.where(np.isfinite(size), size, UNKNOWN).ravel(), noise
@@ -306,7 +313,7 @@ def _products(u, directions, gradients, seed):
 
 def _variances(rng, gradients, mixes):
     """Return the variance of gradients ``(times, G, L, d)`` about each particle's mean: the largest, and the mean; and
-    what the farthest coordinate of one gradient in ten reaches."""
+    what the farthest coordinate of one in ten reaches, of gradients and of their noise."""
     times, dimension = len(gradients) // 2, gradients.shape[-1]
     known = gradients.reshape(2, times, -1, dimension)
     # A particle with gradients that are not finite has no noise, rather than that of zeros among the others.
@@ -326,8 +333,10 @@ def _variances(rng, gradients, mixes):
             direction = widest(rows_of_half, start, CURVATURE.iterations).astype(deviations.dtype)
             along = matmul(deviations[other_half, :, other_side].reshape(-1, dimension), direction)
             largest += np.square(along).sum() / rows
-    extreme = np.quantile(np.abs(known).max(-1), CURVATURE.quantile)
-    return largest, np.square(deviations).sum() / (rows * dimension), extreme
+    extremes = [np.quantile(np.abs(x).max(-1), CURVATURE.quantile) for x in (known, deviations)]
+    # Of a single long gradient the mean of its half has a share.
+    extremes[1] *= times / max(times - 1, 1)
+    return largest, np.square(deviations).sum() / (rows * dimension), *extremes
 
 
 def widest(rows: np.ndarray, direction: np.ndarray, number: int) -> np.ndarray:

@@ -203,6 +203,11 @@ class WarmupState(NamedTuple):
         return self.measurements.mean_extreme_gradient[self.order]
 
     @property
+    def extreme_noise(self) -> float:
+        """The same of its noise."""
+        return self.measurements.mean_extreme_noise[self.order]
+
+    @property
     def isotropic_noise(self) -> float:
         """The mean variance of the gradient in use, over all directions."""
         return self.measurements.mean_isotropic_noise[self.order]

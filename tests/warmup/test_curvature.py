@@ -68,7 +68,7 @@ def test_noise_is_the_largest_variance_of_the_gradient(orders):
         for number, u, order in cases:
             yield u @ np.asarray(PRECISION) + (0.5 if order else 1.0) * numbers(number, u.shape) @ root.T
 
-    _, (found, mean, _) = estimate_curvature(generator(), numbers(0, (2, 20, 3)), 0.2, noisy, orders)
+    _, (found, mean, *_) = estimate_curvature(generator(), numbers(0, (2, 20, 3)), 0.2, noisy, orders)
     assert found[2] == mean[2] == UNKNOWN
     found, mean = found[:2], mean[:2]
     exact = np.linalg.eigvalsh(root @ root.T)[-1] * np.array([1.0, 0.25])
@@ -89,7 +89,7 @@ def test_noise_is_not_overestimated_in_many_dimensions(is_large, monkeypatch):
         return (numbers(number, u.shape) for number, u, _ in cases)
 
     u = np.zeros((1, 20, 200), np.float32)
-    _, (found, mean, extreme) = estimate_curvature(generator(), u, 0.2, noisy, [0])
+    _, (found, mean, extreme, _) = estimate_curvature(generator(), u, 0.2, noisy, [0])
     # Three degrees of freedom for each particle in each half, along a direction from others.
     degrees = 2 * 3 * (curvature.CURVATURE.kept if is_large else 20)
     assert abs(found[0] - 1) < 4.5 * (2 / degrees) ** 0.5
@@ -97,6 +97,19 @@ def test_noise_is_not_overestimated_in_many_dimensions(is_large, monkeypatch):
     # Of the largest of 200 normal numbers, one in ten exceeds 3.46, where its density is 0.36.
     number = 2 * 4 * (curvature.CURVATURE.kept if is_large else 20)
     assert abs(extreme[0] - 3.46) < 4.5 * (0.09 / number) ** 0.5 / 0.36
+
+
+def test_extremes_of_the_noise_are_not_those_of_gradients_far_from_the_posterior():
+    """A row that one minibatch in four has is long; what pulls a particle back from afar is longer."""
+    seeds = []
+
+    def gradients(cases):
+        for seed, u, _ in cases:
+            seeds.extend([seed] * (seed not in seeds))
+            yield 50.0 + 30.0 * (len(seeds) % 4 == 1) * (np.arange(u.shape[-1]) == 0) + 0.0 * u
+
+    found = estimate_curvature(generator(), np.zeros((1, 20, 5), np.float32), 0.2, gradients, [0])[1][2:, 0]
+    np.testing.assert_allclose(found, [80.0, 30.0], rtol=1e-5)
 
 
 def test_noise_of_one_particle_is_not_that_of_the_cloud():
@@ -158,13 +171,16 @@ def test_memory_of_measurements_on_large_clouds(is_large, monkeypatch):
 def test_measurements_pool_clouds():
     pool = jax.device_get(Measurements.empty(3, 10, jnp.float32))
     assert pool.high_curvature == 0.0 and pool.largest_curvature == 0.0
-    pool = pool.add(np.arange(10.0), np.array([[4.0, 1.0, -1.0], [2.0, 0.5, -1.0], [9.0, 5.0, -1.0]]), 3.0)
+    pool = pool.add(
+        np.arange(10.0), np.array([[4.0, 1.0, -1.0], [2.0, 0.5, -1.0], [9.0, 5.0, -1.0], [1.0, 2.0, -1.0]]), 3.0
+    )
     second = np.where(np.arange(10) == 0, np.nan, np.arange(10.0, 20.0))
-    pool = pool.add(second, np.array([[2.0, 3.0, 0.5], [1.0, 0.5, 0.2], [7.0, 7.0, 3.0]]), 4.0)
+    pool = pool.add(second, np.array([[2.0, 3.0, 0.5], [1.0, 0.5, 0.2], [7.0, 7.0, 3.0], [3.0, 4.0, 5.0]]), 4.0)
     values = [*range(10), *range(11, 20)]
     assert pool.high_curvature == pytest.approx(np.quantile(values, 0.9))
     assert pool.largest_curvature == 19.0
     assert pool.mean_noise.tolist() == [3.0, 2.0, 0.5]
     np.testing.assert_allclose(pool.mean_isotropic_noise, [1.5, 0.5, 0.2])
     assert pool.mean_extreme_gradient.tolist() == [8.0, 6.0, 3.0]
+    assert pool.mean_extreme_noise.tolist() == [2.0, 3.0, 5.0]
     assert pool.typical_steepness == pytest.approx(12.5**0.5)
