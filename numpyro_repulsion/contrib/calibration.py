@@ -190,6 +190,7 @@ def calibrate(
     if not kernel.dynamics.is_sampler:
         raise ValueError(f"{type(kernel).__name__} optimizes, and its path is no sample; calibrate a sampler.")
     kernel = kernel.wrap_model(lambda model: _Simulated(model, args, kwargs))
+    kernel._num_runs = num_datasets
     model: Any = kernel.model
     numbers = {"num_warmup": num_warmup, "num_samples": num_samples, "num_chains": num_chains}
     # With NumPyro's progress bar one program samples for all data sets; the bar itself is not shown.

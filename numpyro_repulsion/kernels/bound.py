@@ -61,6 +61,8 @@ class Settings:
     num_ensembles: int
     init_strategy: Callable
     looks_for_basins: bool
+    #: How many runs will share compiled programs, if that is known.
+    _num_runs: int = 1
 
     def __setattr__(self, name: str, value: object) -> None:
         if not name.startswith("_") and name in self.__dict__:

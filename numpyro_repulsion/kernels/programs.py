@@ -38,7 +38,7 @@ def compiler_options(bound: BoundSampler, num_updates: int, num_particles: int, 
     options = quickly()
     # So many operations take about as long in two runs without optimization as the optimizing takes: about 2e8 in a
     # probit regression, and 7e7 in a negative binomial one, which needs a log-gamma function for each row.
-    if num_updates * num_particles * entries < 1.5e8:
+    if bound.kernel._num_runs * num_updates * num_particles * entries < 1.5e8:
         return options
     return {name: value for name, value in options.items() if name != "xla_backend_optimization_level"}
 

@@ -131,6 +131,9 @@ def test_options_follow_from_shapes():
     assert compiler_options(few, 1000, 20, 2)["xla_backend_optimization_level"] == 0
     assert "xla_backend_optimization_level" not in compiler_options(few, 100_000_000, 20, 2)
     assert compiler_options(many, 1000, 20, 2) == compiler_options(few, 1000, 20, 2)  # minibatches have 8 rows
+    shared = SGLD(model)
+    shared._num_runs = 100_000  # as `calibrate` may know
+    assert "xla_backend_optimization_level" not in compiler_options(shared.bind((jnp.zeros(40),)), 1000, 20, 2)
 
 
 def test_options_are_the_same_if_a_program_asks_first():
