@@ -184,7 +184,8 @@ def second_order():
     ax.axvline(0, color="0.5", lw=1)
     ax.axvline(1, color="0.5", lw=1, ls="--")
     ax.annotate("tolerance of the default step: 1%", (0.99, 0.55 - len(cases)), color="0.4", fontsize=8, ha="right")
-    ax.set(xlim=(-0.2, 1.1), ylim=(0.4 - len(cases), 0.6), xlabel="bias of the posterior variances, mean over parameters, %")
+    ax.set(xlim=(-0.2, 1.1), ylim=(0.4 - len(cases), 0.6))
+    ax.set_xlabel("bias of the posterior variances, mean over parameters, %")
     return figure
 
 
