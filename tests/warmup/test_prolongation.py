@@ -120,7 +120,7 @@ def test_when_an_arrival_is_prolonged(scale, noise, energies, is_prolonged):
     change = first_scale(jnp.asarray(z[0]), jnp.asarray(z[0]), scale)
     warmup = jax.device_get(WarmupState.start(100, change, 1e-3, jnp.zeros(()), cloud, plan))
     variances = np.array([*noise, -1.0])
-    measured = warmup.measurements.add(np.ones(PARTICLES), np.stack([variances] * 3), 0.0)
+    measured = warmup.measurements.add(np.ones(PARTICLES), np.stack([variances] * 4), 0.0)
     warmup = warmup._replace(measurements=measured, arrival=warmup.arrival._replace(halfway=halfway))
     settings = rng, Window(Timetable(100), 25), warmup, cloud
     with np.errstate(all="ignore"):
