@@ -1,4 +1,4 @@
-"""Prints tables of the theory pages (recipe, exactness, minibatch-noise, notes/noise) and of docstrings.
+"""Prints tables of pages (recipe, exactness, minibatch-noise, notes/noise, scale) and of docstrings.
 
 ``make measured`` takes two minutes on two cores.
 """
@@ -17,6 +17,7 @@ import numpyro.distributions as dist
 from numpyro.handlers import seed, trace
 from numpyro.infer import MCMC
 
+from benchmarks.harness.runs import in_turns, through_mcmc
 from benchmarks.problems.targets import gaussian, logistic_regression
 from numpyro_repulsion import (
     RBF,
@@ -406,8 +407,43 @@ def opposed_noise():
     )
 
 
+def chunks():
+    """Memory and time of updates of 20 convolutional networks, with all particles at a time and fewer."""
+    x = random.normal(random.key(0), (5000, 28, 28, 1))
+    y = random.randint(random.key(1), (5000,), 0, 10)
+
+    def network(x, y):
+        shapes = {"first": (3, 3, 1, 16), "second": (3, 3, 16, 16), "last": (784, 10)}
+        weights = {
+            name: numpyro.sample(name, dist.Normal(0, np.prod(shape[:-1]) ** -0.5).expand(shape).to_event())
+            for name, shape in shapes.items()
+        }
+        with numpyro.plate("rows", len(y), subsample_size=100) as i:
+            h = x[i]
+            for name in ("first", "second"):
+                h = jax.nn.relu(
+                    lax.conv_general_dilated(
+                        h, weights[name], (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+                    )
+                )
+            numpyro.sample("y", dist.Categorical(logits=h.reshape(100, -1) @ weights["last"]), obs=y[i])
+
+    programs = {}
+    for size in (None, 5, 1):
+        gradient = Subsampled(chunk_size=size)
+        kernel = SGLD(network, step_size=1e-5, preconditioner=None, gradient=gradient)
+        programs[str(size)] = through_mcmc(kernel, 10, PARTICLES)
+    seconds = in_turns(programs, (x, y), 3)
+    rows = []
+    for size, program in programs.items():
+        memory = program.lower(random.key(0), x, y).compile().memory_analysis().temp_size_in_bytes
+        rows.append([size, f"{memory / 1e6:.0f}", f"{np.median(seconds[size]) / 10:.2f}"])
+    table("Updates of 20 convolutional networks", ["chunk_size", "MB", "seconds of an update"], rows)
+
+
 if __name__ == "__main__":
     jnp.set_printoptions(precision=3)
+    chunks()
     stationary_variance()
     whose_minibatch()
     balanced_noise()
