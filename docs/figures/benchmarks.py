@@ -172,7 +172,7 @@ def coverage():
 def second_order():
     """The bias of variances on average over parameters."""
     figure, ax = plt.subplots(figsize=(7, 4.2))
-    found = rows("second_order")
+    found = [row for row in rows("second_order") if "case" in row]
     cases = list(dict.fromkeys(row["case"] for row in found))
     for kernel, color, shift in (("SGLD", BLUE, 0.12), ("SGHMC", ORANGE, -0.12)):
         mine = [next(r for r in found if r["case"] == case and r["kernel"] == kernel) for case in cases]
