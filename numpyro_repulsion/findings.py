@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 #: From harmless to serious.
 SEVERITIES = ("note", "warning", "error")
-#: Above this share of rejected updates and clipped gradients, the step-size bias is unknown.
+#: Above this share of rejected updates, the step-size bias is unknown.
 MAX_FLAGGED = 1e-3
 #: A scale that a small bias of many effects shifts by more of its standard deviations is named.
 MAX_SHIFT = 0.25
-#: Integrals over latent variables of rows that shift a mean by more of its standard deviations are named.
-MAX_INTEGRATION_SHIFT = 0.1
+#: What shifts a mean by more of its standard deviations is named: inexact integrals over latent variables of rows, and
+#: clipped gradients. Five times as much is an error.
+MAX_MEAN_SHIFT = 0.1
 #: A step that inflates variances by more is an error, however short the run is.
 LARGE_BIAS = 0.2
 #: Tables of more rows are shortened when they are shown, as pandas shortens them.
@@ -33,37 +34,39 @@ class _Rule(NamedTuple):
     causes: str = ""
 
 
+#: What gradients that vary a lot may cause.
+_STEEP = "not_mixed flagged_updates clipped_gradients"
 #: Findings of equal severity are listed in this order: causes before their symptoms.
 RULES = {
     "short_run": _Rule(),
     "diverged_chains": _Rule(
-        causes="not_mixed separate_modes flagged_updates several_basins funnel heavy_tails varying_curvature "
-        "slow_directions step_bias"
+        causes=f"{_STEEP} separate_modes several_basins funnel heavy_tails varying_curvature slow_directions step_bias"
     ),
     "cold_momenta": _Rule(causes="not_mixed slow_directions several_basins separate_modes"),
     "noncentered": _Rule(
         "funnel heavy_tails varying_curvature slow_directions step_bias short_run separate_modes several_basins "
         "gradient_noise control_variates_off",
-        "not_mixed flagged_updates",
+        _STEEP,
     ),
     "few_levels": _Rule(
         "funnel heavy_tails varying_curvature slow_directions several_basins",
-        "not_mixed flagged_updates separate_modes",
+        f"{_STEEP} separate_modes",
     ),
-    "funnel": _Rule("heavy_tails varying_curvature slow_directions step_bias short_run", "not_mixed flagged_updates"),
-    "other_data": _Rule(causes="not_mixed flagged_updates step_bias"),
+    "funnel": _Rule("heavy_tails varying_curvature slow_directions step_bias short_run", _STEEP),
+    "other_data": _Rule(causes=f"{_STEEP} step_bias"),
     "jumps_off": _Rule(causes="separate_modes several_basins not_mixed"),
     # Curvature differs between modes of different widths.
     "several_basins": _Rule("short_run funnel varying_curvature", "not_mixed"),
     # Where warmup finds several basins, it does not know how slow directions are.
     "slow_directions": _Rule("short_run", "not_mixed separate_modes step_bias"),
     "separate_modes": _Rule("several_basins short_run", "not_mixed"),
-    "heavy_tails": _Rule("varying_curvature slow_directions step_bias short_run", "not_mixed flagged_updates"),
-    "varying_curvature": _Rule("slow_directions step_bias short_run", "not_mixed flagged_updates"),
+    "heavy_tails": _Rule("varying_curvature slow_directions step_bias short_run", _STEEP),
+    "varying_curvature": _Rule("slow_directions step_bias short_run", _STEEP),
     "not_mixed": _Rule("short_run"),
-    "step_bias": _Rule(causes="flagged_updates"),
+    "step_bias": _Rule(causes="flagged_updates clipped_gradients"),
     "many_effects": _Rule(),
     "flagged_updates": _Rule(),
+    "clipped_gradients": _Rule(),
     "row_integrals": _Rule(),
     "gradient_noise": _Rule(),
     "control_variates_off": _Rule(),
@@ -169,16 +172,15 @@ class Diagnosis(tuple[Finding, ...]):
 
 
 def flagged_updates(count: int, share: float, remedy: str, is_measured: bool = False) -> Finding:
-    """Return the finding about updates that were rejected, turned back, or had a clipped gradient.
+    """Return the finding about updates that were rejected or turned back.
 
     :param share: their share of all updates; 0 where it is unknown.
     :param remedy: what makes steps shorter, as a clause.
-    :param is_measured: whether warmup measured the step. A few flagged updates then are those of minibatches with
-        unusual rows: a clipped gradient is ten times as long as others, and one in a thousand hardly moves a mean.
+    :param is_measured: whether warmup measured the step, so that a few flagged updates are chance.
     """
     part = f" ({100 * share:.{3 if share > 0.095 else 2}g}% of all updates)" if share > 0 else ""
     words = f"{count} updates{part} were" if count > 1 else f"1 update{part} was"
-    message = f"{words} rejected as not finite, reversed after a large gain of energy, or used a clipped gradient"
+    message = f"{words} rejected as not finite or reversed after a large gain of energy"
     severity, remedy = "warning", f"{remedy[:1].upper()}{remedy[1:]}, or reparameterize."
     if share > MAX_FLAGGED:
         severity, message = "error", f"{message}, so the step-size bias is unknown"

@@ -20,7 +20,7 @@ from numpyro_repulsion.diagnostics import KNOWN, MODES, SHORT, ensemble_ess, ens
 from numpyro_repulsion.findings import (
     LARGE_BIAS,
     MAX_FLAGGED,
-    MAX_INTEGRATION_SHIFT,
+    MAX_MEAN_SHIFT,
     MAX_SHIFT,
     Diagnosis,
     Finding,
@@ -120,8 +120,8 @@ def summary(run, *, exclude_diverged: bool = False, **kwargs):
 def diagnose(run) -> Diagnosis:
     """Return the problems of a run, worst first, as an object for programs; the table of ``summary`` shows the same.
 
-    It combines what warmup found with what the draws show: R-hat, effective sample sizes, updates that were rejected or
-    had a clipped gradient, and the predicted bias of the step size (see :func:`~numpyro_repulsion.step_bias`). The bias
+    It combines what warmup found with what the draws show: R-hat, effective sample sizes, rejected updates,
+    clipped gradients, and the predicted bias of the step size (see :func:`~numpyro_repulsion.step_bias`). The bias
     of a given ``step_size`` is known only if ``run`` is an ``MCMC``.
 
     :param run: an ``MCMC`` that has run with a kernel of this package, or its result from :func:`to_inference_data`.
@@ -179,7 +179,7 @@ def diagnosis_of(run: Any, posterior: Any) -> Diagnosis:
     if flagged := int(attributes["num_flagged_updates"]):
         is_measured, remedy = attributes["step_size_measured"] == "true", attributes["remedy"]
         findings.append(flagged_updates(flagged, float(attributes["share_flagged"]), remedy, is_measured))
-    findings += _of_strays(posterior) + _of_widths(posterior)
+    findings += _of_clipping(attributes) + _of_strays(posterior) + _of_widths(posterior)
     sd = None
     if attributes["is_sampler"] != "true":
         message = (
@@ -193,6 +193,15 @@ def diagnosis_of(run: Any, posterior: Any) -> Diagnosis:
     if isinstance(run, MCMC):
         findings += _of_integrals(run)
     return Diagnosis(findings, _headline(attributes, sd))
+
+
+def _of_clipping(attributes):
+    shift = float(attributes["clipping_shift"])
+    if shift <= MAX_MEAN_SHIFT:
+        return []
+    message = f"Long gradients were clipped, which shifts posterior means by up to about {shift:.2g} posterior sds."
+    remedy = "Reparameterize: at some of the draws, the potential is far steeper than at others."
+    return [Finding("clipped_gradients", _severity(shift), shift, message, remedy)]
 
 
 def _of_bias(run, attributes):
@@ -209,7 +218,8 @@ def _of_bias(run, attributes):
     if np.isnan(inflation):
         return None, []
     if inflation <= limit:
-        return None if float(attributes["share_flagged"]) > MAX_FLAGGED else sd, []
+        is_known = float(attributes["share_flagged"]) <= MAX_FLAGGED and not _of_clipping(attributes)
+        return sd if is_known else None, []
     is_large = inflation > LARGE_BIAS
     remedy = attributes["remedy"] if is_measured or is_large else "halve `step_size`"
     by_noise = noise > inflation / 2
@@ -229,15 +239,18 @@ def _of_bias(run, attributes):
 def _of_integrals(mcmc):
     shifts = integration_shifts(mcmc)
     name = max(shifts, key=shifts.__getitem__, default="")
-    if not shifts or shifts[name] <= MAX_INTEGRATION_SHIFT:
+    if not shifts or shifts[name] <= MAX_MEAN_SHIFT:
         return []
     message = (
         f"The integrals over the latent variables of rows are inexact, and shift the posterior mean of {name} by about "
         f"{shifts[name]:.2g} posterior sds."
     )
     remedy = "Move these sites out of the plate and index them, or drop `subsample_size`."
-    severity = "error" if shifts[name] > 5 * MAX_INTEGRATION_SHIFT else "warning"
-    return [Finding("row_integrals", severity, shifts[name], message, remedy)]
+    return [Finding("row_integrals", _severity(shifts[name]), shifts[name], message, remedy)]
+
+
+def _severity(shift):
+    return "error" if shift > 5 * MAX_MEAN_SHIFT else "warning"
 
 
 def _of_strays(posterior):

@@ -103,7 +103,7 @@ def test_summary_counts_divergences():
     flagged = data["posterior"].attrs["num_flagged_updates"]
     assert flagged == int(mcmc.last_state.num_flagged_updates) > 0
     assert f"[error] flagged_updates: {flagged} updates (" in said
-    assert "% of all updates) were rejected as not finite, reversed after" in said
+    assert "% of all updates) were rejected as not finite or reversed after" in said
     # Of a step that is too long nothing is said twice.
     assert said.count("Divide `step_size`") == 1 and 'The likely cause is "step_bias"' in said
 
@@ -207,13 +207,14 @@ def test_no_bias_is_promised_where_many_updates_are_flagged(mcmc):
     before = dict(data["posterior"].attrs)
     text = say({"num_flagged_updates": 1, "share_flagged": 1e-4})
     assert "at most 1.5%" in text and "[note] flagged_updates: 1 update (0.01% of all updates) was rejected" in text
-    assert "gradient. The effect on estimates is negligible.\n" in text
+    assert "energy. The effect on estimates is negligible.\n" in text
     text = say({"num_flagged_updates": 100, "share_flagged": 0.01})
     assert (
         "100 updates (1% of all updates) were" in text
-        and "gradient, so the step-size bias is unknown." in text
+        and "energy, so the step-size bias is unknown." in text
         and "at most" not in text
     )
+    assert "at most 1.5%" in say({"clipping_shift": 0.05}) and "at most" not in say({"clipping_shift": 0.2})
 
 
 # Findings, of pretended runs
@@ -237,6 +238,7 @@ ATTRIBUTES = {
     "num_steps": 10,
     "num_flagged_updates": 0,
     "share_flagged": 0.0,
+    "clipping_shift": 0.0,
 }
 NOISE = np.random.default_rng(0).normal(size=(6, 500, 2))
 WALKS = NOISE.cumsum(1)
@@ -301,6 +303,8 @@ SAID = {
             {"num_flagged_updates": 3, "share_flagged": 1e-4, "step_size_measured": "false"},
         ),
         ("flagged_updates", "error", 300.0, NOISE, {"num_flagged_updates": 300, "share_flagged": 0.01}),
+        ("clipped_gradients", "warning", 0.2, NOISE, {"clipping_shift": 0.2}),
+        ("clipped_gradients", "error", 0.7, NOISE, {"clipping_shift": 0.7}),
         ("other_data", "warning", None, NOISE, {"findings": of_warmup("other_data"), "other_data": "true"}),
         ("optimizer", "note", None, NOISE, {"is_sampler": "false"}),
         *[

@@ -35,7 +35,7 @@ from numpyro_repulsion.kernels.runs import (
     has_other_data,
     is_warmup,
     kernel_of_run,
-    share_flagged,
+    of_updates,
 )
 from numpyro_repulsion.schedules import BiasBudget
 
@@ -277,6 +277,7 @@ def _attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) 
     bias, mean_bias = (np.nan if x < 0.0 or is_other else x for x in biases)
     coupling, num_independent = coupling_of(mcmc)
     centering, centering_means = _centering(state)
+    share_flagged, clipping_shift = of_updates(mcmc)
     order = "none" if reference is None else "first order" if reference.hessian is None else "second order"
     return {
         "created_at": datetime.now(UTC).isoformat(),
@@ -310,7 +311,8 @@ def _attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) 
         "num_warmup": mcmc.num_warmup,
         "thinning": mcmc.thinning,
         "num_flagged_updates": int(np.sum(state.num_flagged_updates)),
-        "share_flagged": share_flagged(mcmc),
+        "share_flagged": share_flagged,
+        "clipping_shift": clipping_shift,
     }
 
 

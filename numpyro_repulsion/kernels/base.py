@@ -352,6 +352,7 @@ class ParticleKernel(Settings, MCMCKernel):
         rng_key, now, learned = mover.move(state.rng_key, cloud, learned, state.num_updates, learned.jumps is not None)
         is_counted = not state.origin.has_warmed or state.iteration >= state.num_warmup
         count = state.num_flagged_updates + jnp.where(is_counted, now.flagged.sum(), 0)
+        cut_off = state.cut_off + jnp.where(is_counted, now.cut_off.sum(), 0.0)
         found = ParticleState.of(
             mover,
             now.cloud,
@@ -364,6 +365,7 @@ class ParticleKernel(Settings, MCMCKernel):
             num_warmup=state.num_warmup,
             num_updates=now.num_updates,
             num_flagged_updates=count.astype(jnp.int32),
+            cut_off=cut_off,
             origin=state.origin,
         )
         return place_everywhere(map_particles(lambda x: x[0], found) if given.is_single else found)

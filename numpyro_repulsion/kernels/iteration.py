@@ -7,12 +7,11 @@
 3. With ``moves``, or if warmup found several basins, one jump (`begin`).
 4. ``num_steps`` updates (`move`). Each update (`advance`)
 
-   a. flags particles whose gradient, evaluated at the end of the update before, is at the limit of its length,
-   b. steps by the dynamics, along that gradient; at the new positions it evaluates the next one, on a new minibatch,
-      and clips it,
-   c. turns particles back that gain far too much energy, if they have momenta and hardly noisy gradients, and flags
+   a. steps by the dynamics, along the gradient at the end of the update before; at the new positions it evaluates the
+      next one, on a new minibatch, clips it, and adds up what was cut off,
+   b. turns particles back that gain far too much energy, if they have momenta and hardly noisy gradients, and flags
       them,
-   d. rejects a proposal that is not finite: the particle stays where it was, and is flagged.
+   c. rejects a proposal that is not finite: the particle stays where it was, and is flagged.
 
 5. Return the new state, with positions in the coordinates of the model (`ParticleState.of`).
 
@@ -60,7 +59,8 @@ class Progress(NamedTuple):
 
     cloud: Cloud
     num_updates: Integer[Array, ""]
-    flagged: Integer[Array, ...]  # how many updates were rejected, turned back or had a clipped gradient, ``(G, L)``
+    flagged: Integer[Array, ...]  # how many updates were rejected or turned back, ``(G, L)``
+    cut_off: Float[Array, ...]  # by how much clipping shortened gradients, in sum, ``(G, L)``
     has_turned: Bool[Array, "*particles"]  # which were turned back in the last update of this iteration
 
 
@@ -82,8 +82,6 @@ class ClippingConstants:
     #: second order their tails are longer: of 4,000 intercepts one exceeds 3 times what one gradient in ten does in
     #: 0.8 % of the updates.
     extremes_of_units: float = 10.0
-    #: A clipped gradient is recognized by reaching the limit, but for rounding.
-    reached: float = 1.0 - 1e-4
 
 
 CLIPPING = ClippingConstants()
@@ -107,20 +105,16 @@ def coordinate_limit(extreme: Float[AnyArray, ""], units: Units | None = None) -
     return units.join(jnp.full(units.num_globals, limit), jnp.full((units.number, units.size), of_units))
 
 
-def clip(
-    gradient: Float[Array, "*particles d"], limit: Float[Array, ""]
-) -> tuple[Float[Array, "*particles d"], Bool[Array, "*particles"]]:
-    """Return gradients ``(G, L, d)`` clipped by their length, and which of them reach the limit, ``(G, L)``."""
-    length = jnp.linalg.norm(gradient, axis=-1)
-    is_clipped = length > CLIPPING.reached * limit
-    return gradient * jnp.minimum(limit / jnp.where(length > 0, length, 1.0), 1.0)[..., None], is_clipped
+def clip(gradient: Float[Array, "*particles d"], limit: Float[Array, ""]) -> Float[Array, "*particles d"]:
+    """Return gradients ``(G, L, d)`` clipped by their length."""
+    length = jnp.linalg.norm(gradient, axis=-1, keepdims=True)
+    return gradient * jnp.minimum(limit / jnp.where(length > 0, length, 1.0), 1.0)
 
 
-def clip_coordinates(
-    gradient: Float[Array, "*particles d"], limit: Float[Array, ...]
-) -> tuple[Float[Array, "*particles d"], Bool[Array, "*particles"]]:
+def clip_coordinates(gradient: Float[Array, "*particles d"], limit: Float[Array, ...]) -> Float[Array, "*particles d"]:
     """Return gradients clipped by coordinate: a long one, as in the neck of a funnel, would send a particle off."""
-    return jnp.clip(gradient, -limit, limit), (jnp.abs(gradient) > CLIPPING.reached * limit).any(-1)
+    # An infinite one is rejected, as of other clipping.
+    return jnp.where(jnp.isfinite(gradient), jnp.clip(gradient, -limit, limit), jnp.nan)
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,26 +197,27 @@ class CloudMover:
     ) -> tuple[Progress, Learned]:
         """Return what updates change, before the first one of an iteration, after one jump if there are jumps; and what
         was learned, with the jump counted."""
-        shape = cloud.potential_energy.shape
-        now = Progress(cloud, num_updates, jnp.zeros(shape, int), jnp.zeros(shape, bool))
         moves, state = self.bound.moves, learned.jumps
         # Of the same kernel with another model, the energies may be noisy.
-        if state is None or moves is None or key is None:
-            return now, learned
-        energy_and_grad = self.energy_and_grad(learned)
-        is_stratified = self.plan.has_given_moves and not (self.interaction.interacts or self.dynamics.interacts)
+        if state is not None and moves is not None and key is not None:
+            energy_and_grad = self.energy_and_grad(learned)
+            is_stratified = self.plan.has_given_moves and not (self.interaction.interacts or self.dynamics.interacts)
 
-        def jump():
-            # Particles jump only by gradients of all rows, which need no key.
-            jumped = moves.jump(
-                key, cloud, state, lambda u: energy_and_grad(key, u), self.dynamics.temperature, is_stratified
-            )
-            number, total = state.tally
-            jumps = state._replace(tally=(number + 1, total + jumped.probability.mean()))
-            return now._replace(cloud=self.dynamics.jumped(jumped.cloud, jumped.accepted)), jumps
+            def jump():
+                # Particles jump only by gradients of all rows, which need no key.
+                jumped = moves.jump(
+                    key, cloud, state, lambda u: energy_and_grad(key, u), self.dynamics.temperature, is_stratified
+                )
+                number, total = state.tally
+                jumps = state._replace(tally=(number + 1, total + jumped.probability.mean()))
+                return self.dynamics.jumped(jumped.cloud, jumped.accepted), jumps
 
-        now, jumps = lax.cond(moves.is_on(state), jump, lambda: (now, state))
-        return now, learned._replace(jumps=jumps)
+            cloud, jumps = lax.cond(moves.is_on(state), jump, lambda: (cloud, state))
+            learned = learned._replace(jumps=jumps)
+        # Jumps, new scales and other data change which gradients are long.
+        cloud = cloud._replace(gradient=self._clipped(cloud.gradient, learned))
+        zeros = jnp.zeros(cloud.potential_energy.shape, cloud.z.dtype)
+        return Progress(cloud, num_updates, zeros.astype(int), zeros, zeros.astype(bool)), learned
 
     def move(
         self, key: jax.Array, cloud: Cloud, learned: Learned, num_updates: Integer[Array, ""], splits_jump_key: bool
@@ -266,13 +261,15 @@ class CloudMover:
         # After warmup, a Hessian means second order, which leaves hardly any noise in energies.
         is_nearly_exact = reference is not None and reference.order is None and reference.hessian is not None
 
-        # Once more, because scales and other data change the limits; it also tells which particles are at the limit.
-        gradient, is_clipped = self._clipped(now.cloud.gradient, learned)
-        cloud = now.cloud._replace(gradient=gradient)
+        # Of the one gradient that a step evaluates, outside of loops.
+        cloud, cut_off = now.cloud, [jnp.zeros_like(now.cut_off)]
 
         def clipped(u):
             energy, gradient = energy_and_grad(gradient_key, u)
-            return energy, self._clipped(gradient, learned)[0]
+            short = self._clipped(gradient, learned)
+            if short is not gradient:
+                cut_off.append(jnp.linalg.norm(gradient - short, axis=-1))
+            return energy, short
 
         proposal = self.dynamics.step(
             noise_key,
@@ -281,12 +278,12 @@ class CloudMover:
             lambda u: interaction.couple(u, learned.bandwidth),
             self.step_size(learned, now.num_updates),
         )
-        turns = jnp.zeros_like(is_clipped)
+        turns = jnp.zeros_like(now.has_turned)
         if not self.plan.is_noisy or is_nearly_exact:
             proposal, turns = turn_back(cloud, proposal, self.dynamics, now.has_turned)
         cloud, is_rejected = reject_nonfinite(cloud, self.layout(cloud.z).place(proposal))
-        flagged = now.flagged + (is_rejected | turns | is_clipped)
-        return Progress(cloud, now.num_updates + 1, flagged, turns)
+        total = now.cut_off + jnp.where(is_rejected, 0.0, cut_off[-1])
+        return Progress(cloud, now.num_updates + 1, now.flagged + (is_rejected | turns), total, turns)
 
     def with_references(self, cloud: Cloud, learned: Learned) -> Learned:
         """Renew each particle's own reference, if its epoch is over or the data changed; reject a common one
@@ -327,8 +324,8 @@ class CloudMover:
         return lax.cond(due, renew, lambda: reference)
 
     def _clipped(self, gradient, learned):
-        """Clip gradients that are far too long, if their expected length is known; also return which ones."""
+        """Clip gradients that are far too long, if their expected length is known."""
         limit = learned.gradient_limit
         if limit is None:
-            return gradient, jnp.zeros(gradient.shape[:-1], bool)
+            return gradient
         return clip_coordinates(gradient, limit) if self.plan.is_noisy else clip(gradient, limit)

@@ -143,11 +143,17 @@ def has_other_data(mcmc: MCMC) -> bool:
     return np.isfinite(known) and not abs(found - known) <= 1e-4 * (1.0 + abs(known))
 
 
-def share_flagged(mcmc: MCMC) -> float:
-    """Return the share of flagged updates among those that `num_flagged_updates` covers."""
+def of_updates(mcmc: MCMC) -> tuple[float, float]:
+    """Return the share of flagged updates among those that `num_flagged_updates` covers, and by how much clipping
+    shortened their gradients, on average.
+
+    The second bounds the shift of every posterior mean, in posterior standard deviations, because gradients average to
+    zero and whitened ones grow by about one for each standard deviation.
+    """
     kernel, state = mcmc.sampler, mcmc.last_state
     counted = int(state.iteration) - (int(state.num_warmup) if state.origin.has_warmed else 0)
-    return float(np.sum(state.num_flagged_updates) / max(1, counted * kernel.num_steps * mcmc.num_chains))
+    number = max(1, counted * kernel.num_steps * mcmc.num_chains)
+    return float(np.sum(state.num_flagged_updates) / number), float(np.sum(state.cut_off) / number)
 
 
 def coupling_of(mcmc: MCMC) -> tuple[str, int]:

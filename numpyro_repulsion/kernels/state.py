@@ -111,16 +111,18 @@ class ParticleState(NamedTuple):
     - **potential_energy** - U at z, ``(L,)``; a minibatch estimate if the gradient is one.
     - **step_size** - ε of the last update, ``(L,)``.
     - **bandwidth** - h in use, ``(L,)``; 0 if the interaction has none.
-    - **diverging** - whether, in the last iteration, an update of the particle was rejected as non-finite, turned back,
-      or had its gradient clipped, ``(L,)``.
+    - **diverging** - whether, in the last iteration, an update of the particle was rejected as non-finite or turned
+      back, ``(L,)``.
     - **gradient** - the gradient in the whitened coordinates of the sampler, ``(L, d)``.
     - **memory** - what the dynamics carries, a tuple of ``(L, d)``.
     - **learned** - what warmup learned, see :class:`~numpyro_repulsion.warmup.Learned`.
     - **iteration** - how many iterations are done, including warmup.
     - **num_warmup** - how many of them are warmup.
     - **num_updates** - how many updates are done, including warmup; schedules count these.
-    - **num_flagged_updates** - how many updates of single particles were rejected, turned back or had a clipped
-      gradient: since the end of warmup, or since the start if there was nothing to learn.
+    - **num_flagged_updates** - how many updates of single particles were rejected or turned back: since the end of
+      warmup, or since the start if there was nothing to learn.
+    - **cut_off** - by how much clipping shortened the gradients of these updates, in sum over updates and particles, in
+      whitened coordinates.
     - **rng_key** - the PRNG key of the next iteration.
     - **coordinates** - where hierarchical sites are centered partly, the positions in the coordinates of the sampler,
       ``(L, d)``, and U there, ``(L,)``; else ``None``.
@@ -141,6 +143,7 @@ class ParticleState(NamedTuple):
     num_warmup: jax.Array
     num_updates: jax.Array
     num_flagged_updates: jax.Array
+    cut_off: jax.Array
     rng_key: jax.Array
     row_seed: jax.Array | None
     coordinates: tuple[jax.Array, jax.Array] | None

@@ -266,24 +266,20 @@ def judge(bound: BoundSampler, plan: WarmupPlan, state: WarmupRun) -> Judged:
     """Return what the host says of a warmup at its end."""
     kernel, dynamics, like = bound.kernel, bound.kernel.dynamics, state.warmup.step_size
     if isinstance(like, (jax.core.Tracer, jax.ShapeDtypeStruct)):
-        is_judged, zero = plan.measures or plan.has_given_moves, np.zeros((), like.dtype)
-        numbers = (np.zeros(len(names._fields), like.dtype) for names in (MeasuredFigures, WarmupDiagnosis))
-        return Judged(zero, *(numbers if is_judged else (None, None)))
+        number = len(MeasuredFigures._fields) + len(WarmupDiagnosis._fields)
+        is_judged = plan.measures or plan.has_given_moves
+        return Judged(np.zeros((), like.dtype), np.zeros(number, like.dtype) if is_judged else None)
     warmup = jax.device_get(state.warmup)
     known = warmup.measurements
-
-    def packed(numbers):
-        found = np.asarray([float(x) for x in numbers], like.dtype)
-        return np.where(np.isnan(found), np.asarray(UNKNOWN, like.dtype), found)
-
     with np.errstate(all="ignore"):
         extreme = np.asarray(warmup.extreme_gradient if plan.measures else 0.0, like.dtype)
         if not (plan.measures or plan.has_given_moves):
-            return Judged(extreme, None, None)
+            return Judged(extreme, None)
         is_jumping = None if kernel.moves is None else what_is_on(bound, warmup)[1]
         is_swept = isinstance(kernel.gradient, Sweeps)
         curvature = known.high_curvature, known.largest_curvature, known.typical_steepness
         noise = warmup.noise, warmup.isotropic_noise
         measured = MeasuredFigures(*curvature, *noise, warmup.largest_variance(dynamics), warmup.bias, warmup.mean_bias)
         problems = diagnose_warmup(warmup, plan.budget, dynamics, is_jumping, is_swept)
-        return Judged(extreme, packed(measured), packed(problems))
+        packed = np.asarray([float(x) for x in (*measured, *problems)], like.dtype)
+        return Judged(extreme, np.where(np.isnan(packed), np.asarray(UNKNOWN, like.dtype), packed))

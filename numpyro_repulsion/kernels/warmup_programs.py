@@ -373,14 +373,13 @@ class Judged(NamedTuple):
     """What the host says of a warmup at its end."""
 
     extreme_gradient: Float[AnyArray, ""]  # as in `Measurements`
-    packed_figures: Float[AnyArray, " _"] | None  # as in `Learned`
-    packed_diagnosis: Float[AnyArray, " _"] | None
+    packed: Float[AnyArray, " _"] | None  # as in `Learned`
 
 
 def freeze(bound: BoundSampler, how: Frozen, state: WarmupRun, judged: Judged | None) -> ParticleState:
     """Return the state from which draws are made, with all that warmup learned, if there was one."""
     mover, warmup, (order, has_jumps) = _mover(bound, state), state.warmup, how.on
-    extreme_gradient, figures, diagnosis = judged or (None, None, None)
+    extreme_gradient, packed = judged or (None, None)
     learned, reference = mover.for_updates(warmup, extreme_gradient), warmup.reference
     if reference is not None:
         hessian = reference.hessian if order == 2 else None
@@ -390,8 +389,7 @@ def freeze(bound: BoundSampler, how: Frozen, state: WarmupRun, judged: Judged | 
     learned = learned._replace(
         reference=reference,
         jumps=learned.jumps if has_jumps else None,
-        packed_figures=figures,
-        packed_diagnosis=diagnosis,
+        packed=packed,
         posterior_id=warmup.posterior_id,
         data_fingerprint=None if start is None else jnp.append(*start),
     )
@@ -408,6 +406,7 @@ def freeze(bound: BoundSampler, how: Frozen, state: WarmupRun, judged: Judged | 
         num_warmup=warmup.num_warmup,
         num_updates=state.num_updates,
         num_flagged_updates=jnp.zeros((), jnp.int32),
+        cut_off=jnp.zeros((), cloud.z.dtype),
         origin=Origin.of(bound.kernel, bound.gradient, judged is not None, how.skips_warmup),
     )
     return map_particles(lambda x: x[0], found) if how.is_single else found

@@ -230,9 +230,8 @@ class Learned(NamedTuple):
       if their usual size is unknown.
     - **reference** - the reference points of control variates.
     - **jumps** - the state of the kernel's ``moves``, or of jumps that switched themselves on.
-    - **packed_figures** - the entries of :class:`MeasuredFigures` as one array, because each leaf of a state costs time
-      in every iteration; ``None`` if nothing was measured.
-    - **packed_diagnosis** - likewise those of :class:`WarmupDiagnosis`, negative where unknown.
+    - **packed** - the entries of :class:`MeasuredFigures` and :class:`WarmupDiagnosis` as one array, because each leaf
+      of a state costs time in every iteration, negative where unknown; ``None`` if nothing was measured.
     - **posterior_id** - the identity of the data and the model, four words; zeros where it is unknown.
     - **data_fingerprint** - a start of the warmup, flat and unconstrained, followed by U there on a few rows,
       ``(d + 1,)``, which tells whether a run on data with another identity has other data; ``None`` without a warmup.
@@ -245,22 +244,21 @@ class Learned(NamedTuple):
     gradient_limit: Float[AnyArray, ...] | None = None
     reference: Reference | None = None
     jumps: JumpsState | None = None
-    packed_figures: Float[AnyArray, " _"] | None = None
-    packed_diagnosis: Float[AnyArray, " _"] | None = None
+    packed: Float[AnyArray, " _"] | None = None
     posterior_id: Integer[AnyArray, 4] | None = None
     data_fingerprint: Float[AnyArray, " d"] | None = None
 
     @property
     def figures(self) -> MeasuredFigures | None:
         """What warmup measured, or ``None``."""
-        return None if self.packed_figures is None else MeasuredFigures(*self.packed_figures)
+        return None if self.packed is None else MeasuredFigures(*self.packed[: len(MeasuredFigures._fields)])
 
     @property
     def diagnosis(self) -> WarmupDiagnosis | None:
         """The diagnosis at the end of warmup, on the host; or ``None``."""
-        if self.packed_diagnosis is None:
+        if self.packed is None:
             return None
-        numbers = np.asarray(self.packed_diagnosis, float)
+        numbers = np.asarray(self.packed, float)[len(MeasuredFigures._fields) :]
         return WarmupDiagnosis(*np.where(numbers < 0, np.nan, numbers))
 
 

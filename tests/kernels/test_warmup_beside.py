@@ -72,7 +72,7 @@ def test_without_anything_to_learn_iterations_of_warmup_are_updates():
     mcmc = vectorized(SGLD(model, step_size=1e-3, gradient="plain"), 7, 5)
     mcmc.run(random.key(0), Y)
     state = mcmc.last_state
-    assert int(state.num_updates) == 120 and not state.origin.has_warmed and state.learned.packed_diagnosis is None
+    assert int(state.num_updates) == 120 and not state.origin.has_warmed and state.learned.packed is None
 
 
 def test_an_interrupted_warmup_leaves_a_kernel_that_works(monkeypatch):
