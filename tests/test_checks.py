@@ -1,6 +1,8 @@
 """Numbers of NumPy and JAX are taken wherever plain ones are, kept as these, and nothing else is."""
 
+import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 import pytest
 
@@ -19,6 +21,7 @@ from numpyro_repulsion import (
     Subsampled,
     Sweeps,
 )
+from numpyro_repulsion.checks import check_jaxlib
 from numpyro_repulsion.dynamics import Overdamped, Recipe, Relativistic, Thermostat, Underdamped
 from numpyro_repulsion.interactions import Laplacian, RandomFeatures, RandomGroups
 
@@ -94,3 +97,21 @@ def test_truth_values(make):
     for wrong in (1, 0, "False", None, np.array([True])):
         with pytest.raises(ValueError, match="must be True or False; got"):
             make(wrong)
+
+
+@pytest.mark.parametrize(
+    ("version", "flags", "warns"),
+    [
+        ("0.10.2", "", True),
+        ("0.10.2", "--xla_cpu_experimental_ynn_fusion_type= --xla_backend_optimization_level=0", False),
+        ("0.10.1", "", False),
+    ],
+)
+def test_a_release_with_wrong_results_is_named_once(version, flags, warns, monkeypatch, recwarn):
+    monkeypatch.setattr(jaxlib, "__version__", version)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    check_jaxlib.cache_clear()
+    check_jaxlib()
+    check_jaxlib()
+    assert [str(one.message)[:13] for one in recwarn] == ["jaxlib 0.10.2"] * warns

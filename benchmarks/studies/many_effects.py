@@ -24,8 +24,7 @@ from benchmarks.harness.apart import apart
 from benchmarks.harness.runs import vectorized
 from benchmarks.harness.store import Record, table
 from benchmarks.problems import effects
-from numpyro_repulsion import SGHMC, SGLD, diagnose, to_inference_data
-from numpyro_repulsion.gradients import all_rows
+from numpyro_repulsion import SGHMC, SGLD, all_rows, diagnose, to_inference_data
 
 KERNELS = {"SGLD": SGLD, "SGHMC": SGHMC}
 GUIDES = {"AutoNormal": AutoNormal, "AutoLowRank": AutoLowRankMultivariateNormal}

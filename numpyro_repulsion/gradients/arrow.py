@@ -284,9 +284,9 @@ def _joined(parts):
 
 def _by_unit(blocks, x):
     """Return the products of blocks ``(n, k, k)`` with the units ``(..., n, k)``."""
-    if blocks.shape[-1] == 1:
-        return x * blocks[..., 0]
-    return (blocks * x[..., None, :]).sum(-1)
+    # Of two terms or so each. XLA would make one kernel of a reduction and of the matrix product that is added to it,
+    # and its version in jaxlib 0.10.2 computes that wrong.
+    return sum(blocks[..., j] * x[..., j, None] for j in range(blocks.shape[-1]))
 
 
 def find_units(target: Target, dimension: int) -> Units | None:

@@ -19,7 +19,7 @@ from numpyro.infer import init_to_sample
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import identity, is_prng_key, not_jax_tracer
 
-from numpyro_repulsion.checks import integer, is_auto
+from numpyro_repulsion.checks import check_jaxlib, integer, is_auto
 from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped
 from numpyro_repulsion.findings import MAX_FLAGGED, Diagnosis, Finding, flagged_updates
 from numpyro_repulsion.gradients import Gradient, compiled, is_traced, ravel_cloud
@@ -264,6 +264,7 @@ class ParticleKernel(Settings, MCMCKernel):
         self, rng_key, num_warmup, init_params, model_args, model_kwargs, mcmc=None, left_out=()
     ) -> WarmupRun | ParticleState:
         """Return the state before warmup, or that from which draws are made if there is nothing to learn."""
+        check_jaxlib()
         is_single = is_prng_key(rng_key)
         if is_single:
             chains = 1 if mcmc is None else mcmc.num_chains

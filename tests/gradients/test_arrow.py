@@ -94,6 +94,16 @@ def test_a_root_whitens(units):
     np.testing.assert_allclose(dense(curvature.scaled(factor)), matrix * np.outer(factor, factor))
 
 
+def test_large_arrows_are_multiplied_the_same_in_a_program():
+    """XLA of jaxlib 0.10.2 computed products wrong from about 1,000 units of two entries each on."""
+    rng, units = np.random.default_rng(0), Units(6 + 2 * 1000, ((3, (1000, 2), 0),))
+    identity = ArrowRoot.identity(units, jnp.float32)
+    root = replace(identity, cross=jnp.asarray(rng.normal(size=identity.cross.shape), jnp.float32))
+    u = jnp.asarray(rng.normal(size=(1, 20, units.dimension)), jnp.float32)
+    for function in (root.times, root.solve, root.transposed_times, root.transposed_solve):
+        np.testing.assert_allclose(jax.jit(function)(u), function(u), atol=1e-4, rtol=1e-4)
+
+
 def test_as_a_preconditioner_it_changes_coordinates_and_gradients():
     root = ArrowRoot.of(arrow(), whitening)
     change = Preconditioner(np.linspace(1.0, 2.0, 20), np.ones(20), root=root)
