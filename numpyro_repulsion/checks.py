@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from importlib import metadata
 import math
 from numbers import Real
 import os
@@ -12,7 +13,6 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 
 
@@ -20,7 +20,7 @@ import numpy as np
 def check_jaxlib() -> None:
     """Warn, once, of a release of JAX with wrong results."""
     is_on = "xla_cpu_experimental_ynn_fusion_type=" not in os.environ.get("XLA_FLAGS", "")
-    if jaxlib.__version__ == "0.10.2" and is_on and jax.default_backend() == "cpu":
+    if metadata.version("jaxlib") == "0.10.2" and is_on and jax.default_backend() == "cpu":
         warnings.warn(
             "jaxlib 0.10.2 computes some programs wrong on CPUs (jax-ml/jax, issue 39103), so the draws of some models "
             "are wrong. Install another version of jax and jaxlib, or set "
