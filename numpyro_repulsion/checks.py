@@ -18,13 +18,13 @@ import numpy as np
 
 @cache
 def check_jaxlib() -> None:
-    """Warn, once, of a release of JAX with wrong results."""
-    is_on = "xla_cpu_experimental_ynn_fusion_type=" not in os.environ.get("XLA_FLAGS", "")
-    if metadata.version("jaxlib") == "0.10.2" and is_on and jax.default_backend() == "cpu":
+    """Warn, once, of releases of JAX that fail on CPUs."""
+    version = metadata.version("jaxlib")
+    if version.startswith("0.10.") and jax.default_backend() == "cpu":
+        wrong = ", and it computes some programs wrong (jax-ml/jax, issue 39103)" * (version == "0.10.2")
         warnings.warn(
-            "jaxlib 0.10.2 computes some programs wrong on CPUs (jax-ml/jax, issue 39103), so the draws of some models "
-            "are wrong. Install another version of jax and jaxlib, or set "
-            "XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= before Python starts.",
+            f"On CPUs jaxlib {version} may hang if chains solve triangular systems, as for MultivariateNormal{wrong}. "
+            "Install an earlier or a later version of jax and jaxlib.",
             RuntimeWarning,
             stacklevel=4,
         )

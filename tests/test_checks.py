@@ -101,18 +101,13 @@ def test_truth_values(make):
 
 
 @pytest.mark.parametrize(
-    ("version", "flags", "warns"),
-    [
-        ("0.10.2", "", True),
-        ("0.10.2", "--xla_cpu_experimental_ynn_fusion_type= --xla_backend_optimization_level=0", False),
-        ("0.10.1", "", False),
-    ],
+    ("version", "said"), [("0.10.2", "hang wrong"), ("0.10.1", "hang"), ("0.9.2", ""), ("0.11.2", ""), ("0.100.0", "")]
 )
-def test_a_release_with_wrong_results_is_named_once(version, flags, warns, monkeypatch, recwarn):
+def test_releases_that_fail_are_named_once(version, said, monkeypatch, recwarn):
     monkeypatch.setattr(metadata, "version", lambda name: version)
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    monkeypatch.setenv("XLA_FLAGS", flags)
     check_jaxlib.cache_clear()
     check_jaxlib()
     check_jaxlib()
-    assert [str(one.message)[:13] for one in recwarn] == ["jaxlib 0.10.2"] * warns
+    assert len(recwarn) == bool(said)
+    assert all((word in str(one.message)) == (word in said.split()) for one in recwarn for word in ("hang", "wrong"))
