@@ -284,7 +284,7 @@ def _joined(parts):
 
 def _by_unit(blocks, x):
     """Return the products of blocks ``(n, k, k)`` with the units ``(..., n, k)``."""
-    # Of two terms or so each. Of a reduction and the matrix product added to it XLA would make one kernel, which is wrong
+    # Of two terms or so each. Of a reduction and the matrix product added to it XLA makes one kernel, which is wrong
     # in jaxlib 0.10.2.
     return sum(blocks[..., j] * x[..., j, None] for j in range(blocks.shape[-1]))
 
