@@ -249,13 +249,13 @@ class Rowwise:
         parts = jnp.split(u, np.cumsum(self.widths)[:-1], -1)
         return {name: site.of_rows(part) for (name, site), part in zip(self.latent.items(), parts, strict=True)}
 
-    def sites(self, u: Float[Array, "B k"], is_fixed: bool = False) -> dict[str, dict]:
+    def sites(self, u: Float[Array, "B k"], known: dict[str, Any] | None = None) -> dict[str, dict]:
         """Return all sites of the model with some values of the latent ones.
 
-        :param is_fixed: whether derivatives take what is outside of the plate as constant.
+        :param known: values of the sites outside of the plate, if not those themselves.
         """
-        values, known, sizes = self.split(u), self.outside.known, self.outside.sizes
-        known = jax.tree.map(_fixed, known) if is_fixed else known
+        values, sizes = self.split(u), self.outside.sizes
+        known = self.outside.known if known is None else known
         rows = {name: self.outside.known[name] for name in sizes}
 
         def to_support(site):
@@ -268,7 +268,13 @@ class Rowwise:
             return trace(TakesRows(seed(model, random.key(0)), rows, sizes)).get_trace()
 
     def log_density(self, is_fixed: bool = False) -> LogDensity:
-        return lambda u: self._total(self.sites(u, is_fixed), self.split(u))
+        """Return the density of each row.
+
+        :param is_fixed: whether derivatives take what is outside of the plate as constant: here, because JAX 0.9 cannot
+            differentiate a loop by what it uses, even if that is fixed within the loop.
+        """
+        known = jax.tree.map(_fixed, self.outside.known) if is_fixed else None
+        return lambda u: self._total(self.sites(u, known), self.split(u))
 
     def _total(self, sites, values):
         weight, total = self.plate.size / self.plate.subsample_size, jnp.zeros(())
