@@ -1,4 +1,4 @@
-"""Checks of user-supplied numbers, which are stored as plain Python numbers."""
+"""Checks of user-supplied numbers, which are stored as plain Python numbers, and of the release of jaxlib."""
 
 from __future__ import annotations
 

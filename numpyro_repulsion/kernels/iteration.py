@@ -215,9 +215,10 @@ class CloudMover:
             cloud, jumps = lax.cond(moves.is_on(state), jump, lambda: (cloud, state))
             learned = learned._replace(jumps=jumps)
         # Jumps, new scales and other data change which gradients are long.
-        cloud = cloud._replace(gradient=self._clipped(cloud.gradient, learned))
-        zeros = jnp.zeros(cloud.potential_energy.shape, cloud.z.dtype)
-        return Progress(cloud, num_updates, zeros.astype(int), zeros, zeros.astype(bool)), learned
+        gradient = self._clipped(cloud.gradient, learned)
+        cut_off, shape = jnp.linalg.norm(cloud.gradient - gradient, axis=-1), cloud.potential_energy.shape
+        cloud = cloud._replace(gradient=gradient)
+        return Progress(cloud, num_updates, jnp.zeros(shape, int), cut_off, jnp.zeros(shape, bool)), learned
 
     def move(
         self, key: jax.Array, cloud: Cloud, learned: Learned, num_updates: Integer[Array, ""], splits_jump_key: bool

@@ -147,8 +147,8 @@ def of_updates(mcmc: MCMC) -> tuple[float, float]:
     """Return the share of flagged updates among those that `num_flagged_updates` covers, and by how much clipping
     shortened their gradients, on average.
 
-    The second bounds the shift of every posterior mean, in posterior standard deviations, because gradients average to
-    zero and whitened ones grow by about one for each standard deviation.
+    The second is about the most by which a posterior mean shifts, in posterior standard deviations: gradients average
+    to zero, and grow on average by one or more for each standard deviation, because E[∂²U/∂z²] is at least 1 / Var z.
     """
     kernel, state = mcmc.sampler, mcmc.last_state
     counted = int(state.iteration) - (int(state.num_warmup) if state.origin.has_warmed else 0)

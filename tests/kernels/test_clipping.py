@@ -49,7 +49,7 @@ def test_what_is_cut_off_bounds_the_shift_of_means():
         z = np.asarray(mcmc.get_samples(group_by_chain=True), float)
         sd = np.pi / 6**0.5
         names = [finding.name for finding in diagnose(mcmc)]
-        return (z.mean() + np.euler_gamma) / sd, z.mean((1, 2)).std() / 20**0.5 / sd, of_updates(mcmc)[1], names
+        return (z.mean() + np.euler_gamma) / sd, z.mean((1, 2)).std(ddof=1) / 20**0.5 / sd, of_updates(mcmc)[1], names
 
     for seed in (2, 3):
         shift, error, cut_off, names = run(2.0, seed)
