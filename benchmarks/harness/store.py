@@ -41,7 +41,10 @@ class Record:
             row = measure()
             # Fewer cores than there are under `taskset`.
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            self.rows[key] = row | {"date": datetime.date.today().isoformat(), "cores": cores}
+            # Earlier rows keep the version of JAX that they were measured with.
+            for other in self.rows.values():
+                other.setdefault("jax", self.provenance["versions"]["jax"])
+            self.rows[key] = row | {"date": datetime.date.today().isoformat(), "cores": cores, "jax": jax.__version__}
             self.provenance = {
                 "machine": f"{platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].device_kind}",
                 "versions": {m.__name__: m.__version__ for m in (jax, numpyro, numpyro_repulsion)},
@@ -66,7 +69,9 @@ class Record:
         dates = sorted(row["date"] for row in self.rows.values() if "date" in row)
         alone = sum(row.get("cores") == 1 for row in self.rows.values())
         held = f", {'all' if alone == len(self.rows) else alone} of {len(self.rows)} rows held to one core"
-        versions = ", ".join(f"{name} {version}" for name, version in self.provenance["versions"].items())
+        jaxes = sorted({row.get("jax", self.provenance["versions"]["jax"]) for row in self.rows.values()})
+        versions = self.provenance["versions"] | {"jax": " and ".join(jaxes)}
+        versions = ", ".join(f"{name} {version}" for name, version in versions.items())
         parts = [" to ".join(dict.fromkeys((dates[0], dates[-1]))), self.provenance["machine"] + held * (alone > 0)]
         return "; ".join([*parts, versions]) + "."
 

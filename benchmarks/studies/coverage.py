@@ -1,6 +1,6 @@
 """Do intervals cover as stated? Six minibatched models, with parameters and data drawn from their priors.
 
-For each of up to 500 data sets of 400 rows (100 for `SGHMC`), `calibrate` draws parameters from the prior and
+For each of 100 data sets of 400 rows `calibrate` draws parameters from the prior and
 responses from the model; then `MCMC(kernel(model), 500, 500, num_chains=20)` runs with default settings and
 minibatches of 40 rows. If the posterior is right, the rank of the parameters among the draws is uniform (Talts and
 others, arXiv 1804.06788). ± is a standard error over data sets, of the mean over a model's parameters.

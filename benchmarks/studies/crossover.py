@@ -10,8 +10,8 @@ regression, against Laplace's approximation).
 
 Each sampler, model and number of rows has its own process on one core, without a compilation cache. Times are CPU
 seconds of that process after the data are made. The first run includes compilation; the second run is compiled, and
-has another seed. After ten minutes a run makes no further part, and there is no second run. An asterisk marks a time
-that is extrapolated from an ESS below 400. A process that takes more than four hours is stopped.
+has another seed. After ten minutes a run makes no further part, and there is no second run. A time marked ≈
+is extrapolated from an ESS below 400. A process that takes more than four hours is stopped.
 """
 
 from importlib.util import find_spec
@@ -159,7 +159,7 @@ def tables(record: Record) -> str:
             lines.append([row["model"], f"{row['rows']:,}", row["name"], row["failed"], "", "", ""])
             continue
         runs = [row.get(which) for which in ("first", "second")]
-        cells = [f"{x['seconds']:,.1f}{'*' * x['is_extrapolated']}" if x else "not repeated" for x in runs]
+        cells = [f"{'≈ ' * x['is_extrapolated']}{x['seconds']:,.1f}" if x else "not repeated" for x in runs]
         last = runs[1] or runs[0]
         worth = " · ".join(f"{x:,.0f}" for x in last["effective"])
         error = f"{100 * row['sd_error']:.1f}%" if "sd_error" in row else ""

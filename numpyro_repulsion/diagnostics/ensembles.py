@@ -263,10 +263,13 @@ def each(draws, num_ensembles, function, adds_up=True):
 
 def normal_scores(x):
     """Return the normal scores of ranks over all draws, of the shape of ``x``."""
-    from scipy.stats import norm, rankdata  # JAX depends on SciPy; its own functions make ties in single precision
+    from scipy.special import ndtri  # JAX depends on SciPy; its own functions make ties in single precision
+    from scipy.stats import rankdata
 
     flat = x.reshape(x.shape[0] * x.shape[1], -1)
-    return norm.ppf((rankdata(flat, axis=0) - 0.375) / (len(flat) + 0.25)).reshape(x.shape)
+    # Sorted along contiguous columns; ``norm.ppf`` is ``ndtri`` with checks that take five times as long.
+    ranks = rankdata(np.ascontiguousarray(flat.T), axis=1).T
+    return ndtri((ranks - 0.375) / (len(flat) + 0.25)).reshape(x.shape)
 
 
 def _in_blocks(function, unknown=np.nan):

@@ -320,10 +320,11 @@ def find_units(target: Target, dimension: int) -> Units | None:
             if trial.disagreement(product(trial.probes(trial.num_globals))) < TOLERANCE:
                 units = trial
         found.append(units)
-    # The largest number of globals that is affordable, and by the number of rows for each probe.
+    # The largest number of globals that is affordable, and by the number of rows for each probe. Effects without any
+    # other parameter are independent, and need no arrow.
     most = min(1024, dimension // 2, MOST_NUMBERS // dimension)
     num_probes = 2e8 / max(1, sum(size for size, _ in target.plates.values()))
-    affordable = (x for x in found if x.num_globals <= most and x.num_globals + x.size <= num_probes)
+    affordable = (x for x in found if 0 < x.num_globals <= most and x.num_globals + x.size <= num_probes)
     return min(affordable, key=lambda x: x.num_globals, default=None)
 
 

@@ -90,7 +90,8 @@ class ControlVariates(Subsampled):
         """
         rows, is_large = sum(size for size, _ in target.plates.values()), dimension > DENSE
         is_cheap = not is_large and rows * dimension**2 <= 2e10
-        if self.order == 1 or not target.plates or not (self.order == 2 or is_cheap or is_large):
+        is_used = self.has_reference and self.order != 1 and target.plates
+        if not is_used or not (self.order == 2 or is_cheap or is_large):
             return None
         if not self._has_second_derivatives(target):
             return None

@@ -199,6 +199,8 @@ class ParticleKernel(Settings, MCMCKernel):
                 return on.evaluate_reference(random.key(0), reference._replace(position=position), size)
 
             new = compiled(evaluate, bound.target)(position)._replace(posterior_id=jnp.asarray(posterior_id))
+            if new.hessian is not None and not new.hessian.is_known:
+                new = new._replace(hessian=None)  # no arrow on these data: corrections of first order are exact too
         return state._replace(learned=state.learned._replace(reference=new))
 
     def get_diagnostics_str(self, state):

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from numpyro.handlers import seed, trace
 
-from numpyro_repulsion.digests import digest, digest_of_program
+from numpyro_repulsion.digests import digest, digest_of_program, words
 from numpyro_repulsion.dynamics import Dynamics, UnknownError
 from numpyro_repulsion.gradients import (
     ControlVariates,
@@ -90,6 +90,23 @@ def step_schedule(
     if isinstance(error, UnknownError):
         raise ValueError(error.reason)
     return step_size, None
+
+
+def schedules_in_words(kernel: Settings) -> dict[str, str]:
+    """Return the step size and a scheduled weight of the interaction by name, schedules with some of their values."""
+    found, weight = {"step_size": kernel.step_size}, getattr(kernel.interaction, "weight", None)
+    if callable(weight):
+        found["weight of the interaction"] = weight
+    return {name: _schedule_in_words(schedule) for name, schedule in found.items()}
+
+
+def _schedule_in_words(schedule):
+    if not callable(schedule):
+        return words(schedule)
+    # Schedules of optax are functions, which do not show their settings.
+    counts = (0, 1, 10, 100, 1000, 10_000, 100_000)
+    with jax.core.eval_context():
+        return f"{words(schedule)}: {[float(schedule(jnp.asarray(n))) for n in counts]}"
 
 
 def preconditioner_scale(value: ArrayLike | None) -> str | np.ndarray | None:
@@ -274,11 +291,11 @@ class BoundSampler:
 
             program = jax.make_jaxpr(energy)(spread, one, rows, key)
             leaves = jax.tree.leaves(given, is_leaf=lambda leaf: isinstance(leaf, Rows))
-            with jax.ensure_compile_time_eval():
+            with jax.core.eval_context():
                 found = [leaf.digest() if isinstance(leaf, Rows) else digest(leaf) for leaf in leaves]
                 known = found, digest_of_program(program, leaves)
-            words = hashlib.blake2b(str(known).encode(), digest_size=16).digest()
-            self.known["posterior_id"] = np.frombuffer(words, np.uint32) | np.uint32(1)
+            hashed = hashlib.blake2b(str(known).encode(), digest_size=16).digest()
+            self.known["posterior_id"] = np.frombuffer(hashed, np.uint32) | np.uint32(1)
         return self.known.get("posterior_id")
 
     def hessian_units(self) -> Units | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 import warnings
 
@@ -19,7 +18,7 @@ from numpyro_repulsion.dynamics import Dynamics
 from numpyro_repulsion.gradients import Gradient, ModelTarget, Particle, Sweeps, Target, is_traced
 from numpyro_repulsion.gradients.minibatch import check_rows
 from numpyro_repulsion.interactions import Interaction
-from numpyro_repulsion.kernels.bound import Settings
+from numpyro_repulsion.kernels.bound import Settings, schedules_in_words
 from numpyro_repulsion.kernels.mcmc import jits_arguments
 from numpyro_repulsion.layout import PARTICLES, check_mesh, num_devices
 from numpyro_repulsion.moves import Move
@@ -33,14 +32,11 @@ def described(kernel: Settings, args: tuple, kwargs: dict) -> dict[str, Any]:
     given = kernel.preconditioner
     found = {
         "kernel": type(kernel).__name__,
-        "step_size": _schedule(kernel.step_size),
+        **schedules_in_words(kernel),
         "preconditioner": given if isinstance(given, str) else digest(given),
     }
     for name in ("interaction", "dynamics", "gradient", "moves", "init_strategy"):
         found[name] = words(getattr(kernel, name))
-    weight = getattr(kernel.interaction, "weight", None)
-    if callable(weight):
-        found["weight of the interaction"] = _schedule(weight)
     for name in ("num_steps", "num_ensembles", "reparam"):
         found[name] = getattr(kernel, name)
     arguments = {"args": args, "kwargs": kwargs}
@@ -77,14 +73,6 @@ def require_agreement(
     settings = ("num_samples", "thinning", "num_chains", "chain_method", *(() if more else ("progress_bar",)))
     given |= {name: words(getattr(mcmc, name, None)) for name in settings} | more
     agree({name: str(value) for name, value in given.items()})
-
-
-def _schedule(schedule: Callable | Any) -> str:
-    if not callable(schedule):
-        return words(schedule)
-    # Schedules of optax are functions, which do not show their settings.
-    counts = (0, 1, 10, 100, 1000, 10_000, 100_000)
-    return f"{words(schedule)}: {[float(schedule(jnp.asarray(n))) for n in counts]}"
 
 
 #: How often programs may hold the arguments of a model, most of them while they are compiled: of 1 GB, 6.2 times on a

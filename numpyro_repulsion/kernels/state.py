@@ -15,7 +15,7 @@ from numpyro.infer import MCMC
 from numpyro_repulsion.digests import digest, words
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.gradients import Gradient, ModelTarget, Particle, Target
-from numpyro_repulsion.kernels.bound import Settings
+from numpyro_repulsion.kernels.bound import Settings, schedules_in_words
 from numpyro_repulsion.kernels.iteration import CloudMover
 from numpyro_repulsion.layout import place_particles
 from numpyro_repulsion.warmup import Learned
@@ -40,8 +40,9 @@ class Origin:
     @staticmethod
     def of(kernel: Settings, gradient: Gradient, has_warmed: bool = False, skips_warmup: bool = False) -> Origin:
         """Return the origin of a state that a kernel starts; ``num_steps`` may change."""
-        names = ("step_size", "dynamics", "interaction", "moves", "reparam", "num_ensembles")
-        found = {"kernel": type(kernel).__name__} | {name: words(getattr(kernel, name)) for name in names}
+        names = ("dynamics", "interaction", "moves", "reparam", "num_ensembles")
+        found = {"kernel": type(kernel).__name__} | schedules_in_words(kernel)
+        found |= {name: words(getattr(kernel, name)) for name in names}
         found |= {"gradient": words(gradient), "preconditioner": str(digest(kernel.preconditioner))}
         return Origin(tuple(found.items()), has_warmed, skips_warmup)
 

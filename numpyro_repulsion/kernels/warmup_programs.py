@@ -242,8 +242,9 @@ def log_volume_gained(bound: BoundSampler, _: None, where: Coordinates, u) -> An
 def energy_to_compare(bound: BoundSampler, _: None, where: Coordinates, y) -> Any:
     """Return energies of the likelihood alone, on the same rows for all, of particles in these coordinates."""
     mover = _at(bound, where)
-    particles = jax.vmap(mover.unravel)(y.reshape(-1, y.shape[-1]))
-    energies = likelihood_energies(mover.target(where), particles)
+    # In the coordinates of the model, because others have Jacobians.
+    z = mover.recover(where, y).z
+    energies = likelihood_energies(bound.target, jax.vmap(mover.unravel)(z.reshape(-1, z.shape[-1])))
     return energies.reshape(y.shape[:-1]).astype(y.dtype)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 import math
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,10 @@ import numpy as np
 from numpy.random import Generator
 
 from numpyro_repulsion.dynamics import Cloud, EnergyAndGrad, acceptance, select
+from numpyro_repulsion.gradients import Reference
 from numpyro_repulsion.noise import normal
 from numpyro_repulsion.warmup.adam import Position
+from numpyro_repulsion.warmup.curvature import Gradients
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
 from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import ARRIVED, FIRST_WHITENED, Window
@@ -122,24 +124,41 @@ def replace_lost(rng: Generator, particles: Tree, lost: np.ndarray) -> Tree:
     return jax.tree.map(lambda x: x.reshape(lost.size, *x.shape[2:])[chosen].reshape(x.shape), particles)
 
 
+def own_references(reference: Reference | None) -> dict[str, Any]:
+    """Return the fields of references that each particle has for itself; none of a common reference."""
+    if reference is None or reference.age is None:
+        return {}
+    return {name: getattr(reference, name) for name in ("position", "potential_energy", "gradient")}
+
+
+def without_lost(rng: Generator, u: np.ndarray, warmup: WarmupState, sampler: Sampler) -> tuple[np.ndarray, Gradients]:
+    """Return particles ``(G, L, d)`` with others, and with their references, in place of the lost ones; and gradients
+    there."""
+    u, own = replace_lost(rng, (u, own_references(warmup.reference)), warmup.arrival.lost)
+    reference: Any = warmup.reference
+    if own:
+        warmup = warmup._replace(reference=reference._replace(**own))
+    return u, sampler.gradients(warmup)
+
+
 def update_arrival(rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> Found:
     """Move lost particles to others; halfway through the arrival, remember positions; limit Metropolis steps."""
     plan, arrival = sampler.plan, warmup.arrival
     if not plan.arrives:
         return warmup, cloud
-    if window.is_at(FIRST_WHITENED) and arrival.halfway is not None and not window.is_prolonged:
-        positions = warmup.preconditioner.to_positions(cloud.z)
-        if warmup.centering is not None:
-            positions = sampler.recover_and_center(warmup, cloud.z, learns=False)[1].z
-        arrival = arrival._replace(halfway=positions)
     # After the arrival, particles can be recognized as lost only if the gradient noise has been measured.
     if window.finds_lost and (window.was_arrival or (plan.is_noisy and plan.measures)):
         lost = _lost(warmup, cloud, sampler)
         # At the end of the arrival they stay, and measurements leave them out. Later windows look again, and move them,
         # only if gradients are noisy.
         if window.may_replace:
-            arrival, cloud = _replaced(rng, window, arrival, cloud, lost)
-        arrival = arrival._replace(lost=lost & (not window.may_replace))
+            warmup, cloud = _replaced(rng, window, warmup, cloud, lost)
+        arrival = warmup.arrival._replace(lost=lost & (not window.may_replace))
+    if window.is_at(FIRST_WHITENED) and arrival.halfway is not None and not window.is_prolonged:
+        positions = warmup.preconditioner.to_positions(cloud.z)
+        if warmup.centering is not None:
+            positions = sampler.recover_and_center(warmup, cloud.z, learns=False)[1].z
+        arrival = arrival._replace(halfway=positions)
     if arrival.adam is None and plan.kind is not None:
         # In the scales just learned, variances are about 1, and no Metropolis step should be longer. A particle that is
         # stuck recovers from e^-12 within 60 accepted updates.
@@ -159,15 +178,19 @@ def _lost(warmup, cloud, sampler):
     # Where the scale of a thousand effects is by a factor e smaller, U is a thousand nats lower, and so is the log of
     # the volume: all others would move to the particles in the neck.
     energy = energy - sampler.log_volume_gained(warmup, cloud.z)
-    return left_behind(energy, cloud.z.shape[-1], warmup.noise, bool(arrival.is_prolonged))
+    # Energies of a hot cloud differ by more, in proportion to its temperature.
+    hotness = max(sampler.dynamics.temperature or 0.0, 1.0)
+    return left_behind(energy / hotness, cloud.z.shape[-1], warmup.noise, bool(arrival.is_prolonged))
 
 
-def _replaced(rng, window, arrival, cloud, lost):
-    """Return the arrival and the cloud after lost particles have moved to others."""
+def _replaced(rng, window, warmup, cloud, lost):
+    """Return the state and the cloud after lost particles have moved to others."""
     # The count and the unit of Adam belong to all particles.
-    adam = arrival.adam
+    arrival, adam = warmup.arrival, warmup.arrival.adam
     momenta = () if adam is None else adam[1:5]
-    moved, steps, momenta = replace_lost(rng, (cloud, arrival.step_size, momenta), lost)
+    moved, steps, momenta, own = replace_lost(
+        rng, (cloud, arrival.step_size, momenta, own_references(warmup.reference)), lost
+    )
     if adam is not None:
         adam = type(adam)(adam.number, *momenta, adam.unit)
     if not window.was_arrival and moved is not cloud:
@@ -175,7 +198,9 @@ def _replaced(rng, window, arrival, cloud, lost):
         jitter = ARRIVAL.jitter * rng.choice((-1.0, 1.0), moved.z.shape)
         has_moved = (moved.z != cloud.z).any(-1, keepdims=True)
         moved = moved._replace(z=moved.z + np.where(has_moved, jitter, 0.0).astype(moved.z.dtype))
-    return arrival._replace(step_size=steps, adam=adam), moved
+    arrival = arrival._replace(step_size=steps, adam=adam)
+    reference = warmup.reference._replace(**own) if own else warmup.reference
+    return warmup._replace(arrival=arrival, reference=reference), moved
 
 
 def most_late_iterations(plates: Mapping[str, tuple[int, int]], num_steps: int) -> int | None:

@@ -262,7 +262,7 @@ def mean_product(u: np.ndarray, direction: np.ndarray, gradients: Gradients, see
 
 def noise_by_coordinate(rng: Generator, u: np.ndarray, gradients: Gradients, num_pairs: int, order: int) -> np.ndarray:
     """Return the variance of the minibatch noise in each coordinate, pooled over each half of the particles
-    ``(G, L, d)``, as ``(2, d)``; a single particle is in both.
+    ``(G, L, d)``, as ``(2, d)``; a single particle is in both. It is negative where no gradient is finite.
 
     :param num_pairs: how many pairs of minibatches give it, by their differences.
     """
@@ -270,6 +270,8 @@ def noise_by_coordinate(rng: Generator, u: np.ndarray, gradients: Gradients, num
     found = gradients((draw_seed(rng), u, order) for _ in range(2 * num_pairs))
     for one in found:
         squared = ((one - next(found)) ** 2).reshape(1, -1, u.shape[-1])
+        if not np.isfinite(squared).all(-1).any():
+            return np.full_like(total, UNKNOWN)
         halves = (squared[:, ::2], squared[:, 1::2]) if squared.shape[1] > 1 else (squared, squared)
         total += np.stack([particle_mean(half) for half in halves]) / (2.0 * num_pairs)
     return total.astype(u.dtype)
@@ -317,7 +319,10 @@ def _variances(rng, gradients, mixes):
     times, dimension = len(gradients) // 2, gradients.shape[-1]
     known = gradients.reshape(2, times, -1, dimension)
     # A particle with gradients that are not finite has no noise, rather than that of zeros among the others.
-    known = np.where(np.isfinite(known).all((1, 3), keepdims=True), known, 0.0)
+    is_finite = np.isfinite(known).all((1, 3), keepdims=True)
+    if not is_finite.any():
+        return 4 * (UNKNOWN,)
+    known = np.where(is_finite, known, 0.0)
     # Subtract the mean of each half: a common mean would correlate the halves negatively.
     deviations = known - known.mean(1, keepdims=True)
     rows, middle = 2 * known.shape[2] * (times - 1), known.shape[2] // 2

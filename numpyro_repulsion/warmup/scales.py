@@ -12,7 +12,7 @@ from numpy.random import Generator
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats
 from numpyro_repulsion.gradients import ArrowRoot
 from numpyro_repulsion.rounding import cholesky, eigh
-from numpyro_repulsion.warmup.arrival import replace_lost
+from numpyro_repulsion.warmup.arrival import replace_lost, without_lost
 from numpyro_repulsion.warmup.curvature import (
     draw_seed,
     hessian_and_noise,
@@ -95,17 +95,16 @@ def _whitened(rng, window, warmup, cloud, sampler):
     first = warmup.preconditioner.along_coordinates(_sds(window, warmup), warmup.moments.position)
     warmup, cloud = _changed(warmup, cloud, first)
     # The curvature around a particle that has run away may be a million times that around the others.
-    points = replace_lost(rng, cloud.z, warmup.arrival.lost)
+    points, gradients = without_lost(rng, cloud.z, warmup, sampler)
     dimension, weight = cloud.z.shape[-1], window.curvature_weight
     # In the scales so far, the mean of the earlier curvatures is one.
     if sampler.plan.kind != "dense":
-        found = mean_diagonal(rng, points, sampler.gradients(warmup))
+        found = mean_diagonal(rng, points, gradients)
         scale = whitening(weight * found + (1.0 - weight))
         return _changed(warmup, cloud, Preconditioner(scale, warmup.moments.position))
     # The noise limits the step, and matters for the last scales only.
     measures_noise = sampler.plan.budget is not None and window.is_at(FREEZE)
     num_pairs, num_independent = _num_noise_pairs(window, cloud, sampler.plan)
-    gradients = sampler.gradients(warmup)
     if window.is_prolonged:
         hessian, covariance = np.diag(mean_diagonal(rng, points, gradients)), np.zeros((dimension, dimension))
     else:
@@ -375,7 +374,8 @@ def update_centering(rng: Generator, window: Window, warmup: WarmupState, cloud:
     # Later, scales are averages over windows, which need the same coordinates.
     if known is None or not window.centers:
         return warmup, cloud
-    learned, found = sampler.recover_and_center(warmup, cloud.z, learns=True)
+    lost = warmup.arrival.lost
+    learned, found = sampler.recover_and_center(warmup, replace_lost(rng, cloud.z, lost), learns=True)
     sd = np.std(np.log(found.scale), (0, 1))
     _, of, counts = np.unique(found.scale[0, 0], return_inverse=True, return_counts=True)
     # In networks, the mean curvature is that of different functions, and says nothing of single weights.
@@ -383,7 +383,7 @@ def update_centering(rng: Generator, window: Window, warmup: WarmupState, cloud:
     can_change = (sd > CENTERING.sd) | adds_up
     # The curvature in coordinates in which all that may change is standardized, ...
     plain = learned._replace(share=np.where(can_change, 0.0, 1.0).astype(known.share.dtype))
-    trial, u = _rescaled(warmup, sampler.to_coordinates(plain, found), plain)
+    trial, u = _rescaled(rng, warmup, sampler.to_coordinates(plain, found), plain)
     curvature = mean_diagonal(rng, u, sampler.gradients(trial)) / trial.preconditioner.lengths() ** 2
     # ... which says how to center.
     share = np.where(can_change, 1.0 - 1.0 / np.maximum(curvature, 1.0), 1.0)
@@ -391,6 +391,8 @@ def update_centering(rng: Generator, window: Window, warmup: WarmupState, cloud:
     is_other = np.abs(centering.share - known.share).max() > CENTERING.change
     if not is_other and np.array_equal(centering.powers, known.powers) and np.array_equal(centering.bases, known.bases):
         return warmup, cloud
+    if lost.any():
+        found = sampler.recover_and_center(warmup, cloud.z, learns=True)[1]
     return _recentered(rng, warmup, cloud, sampler, centering, found)
 
 
@@ -408,7 +410,7 @@ def _with_products(rng, warmup, cloud, sampler):
 
 def _recentered(rng, warmup, cloud, sampler, centering, found):
     """Return state and cloud in coordinates of another centering; as they are where something is not finite there."""
-    new, moved = _rescaled(warmup, sampler.to_coordinates(centering, found), centering)
+    new, moved = _rescaled(rng, warmup, sampler.to_coordinates(centering, found), centering)
     energy, gradient = sampler.energy_and_grad(new, draw_seed(rng), moved)
     if not all(np.isfinite(x).all() for x in (moved, energy, gradient)):
         return warmup, cloud
@@ -416,9 +418,9 @@ def _recentered(rng, warmup, cloud, sampler, centering, found):
     return new._replace(moments=moments), cloud._replace(z=moved, potential_energy=energy, gradient=gradient)
 
 
-def _rescaled(warmup, y, centering):
+def _rescaled(rng, warmup, y, centering):
     """Return the state with other coordinates, scaled by the spread of the particles along each, and these in them."""
-    flat = y.reshape(-1, y.shape[-1])
+    flat = replace_lost(rng, y, warmup.arrival.lost).reshape(-1, y.shape[-1])
     sds = np.std(flat, 0)
     sds = np.where(np.isfinite(sds) & (sds > 0), sds, 1.0)
     change = warmup.preconditioner.along_coordinates(sds, flat.mean(0))

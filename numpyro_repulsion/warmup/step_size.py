@@ -10,7 +10,7 @@ from numpy.random import Generator
 
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.findings import MAX_SHIFT
-from numpyro_repulsion.warmup.arrival import replace_lost
+from numpyro_repulsion.warmup.arrival import without_lost
 from numpyro_repulsion.warmup.curvature import (
     CURVATURE,
     UNKNOWN,
@@ -60,19 +60,20 @@ def update_reference(rng: Generator, window: Window, warmup: WarmupState, cloud:
         found = found._replace(hessian=nothing, order=np.asarray(1, np.int32))
     warmup = warmup._replace(reference=found)
     if window.is_at(FREEZE):
-        # The scales, which are next, shrink directions for the noise of the order that is used from now on. Between two
-        # modes, that of second order may be hundreds of times the plain one.
+        # The scales, which are next, shrink directions for the noise of this order, which `update_step_size` confirms
+        # or replaces. Between two modes, that of second order may be hundreds of times the plain one.
         order = least_noisy_order(rng, int(found.order), warmup, cloud, sampler)
         warmup = warmup._replace(reference=found._replace(order=order))
     return warmup, cloud
 
 
 def least_noisy_order(rng: Generator, highest: int, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> np.ndarray:
-    """Return the order of control variates, up to the highest, with the least mean noise; of equal ones the last."""
-    points, gradients = replace_lost(rng, cloud.z, warmup.arrival.lost), sampler.gradients(warmup)
+    """Return the order of control variates, up to the highest, with the least mean noise; of equal ones the
+    highest."""
+    points, gradients = without_lost(rng, cloud.z, warmup, sampler)
     orders = range(highest, -1, -1)
-    noise = [noise_by_coordinate(rng, points, gradients, STEP.pairs, order).mean() for order in orders]
-    return np.asarray(orders[int(np.argmin(noise))], np.int32)
+    noise = np.array([noise_by_coordinate(rng, points, gradients, STEP.pairs, order).mean() for order in orders])
+    return np.asarray(orders[int(np.argmin(np.where(noise < 0, np.inf, noise)))], np.int32)
 
 
 def _has_hessian(window, reference, sampler):
@@ -100,17 +101,16 @@ def update_step_size(rng: Generator, window: Window, warmup: WarmupState, cloud:
 def _measured(rng, window, warmup, cloud, sampler):
     """Add a measurement, and use control variates only if they do not add noise."""
     plan = sampler.plan
-    step_size = warmup.arrival.step_size if plan.arrives else warmup.step_size
-    width = CURVATURE.width * (1.0 if plan.kind else np.sqrt(step_size))
+    width = CURVATURE.width * (1.0 if plan.kind else np.sqrt(_overdamped_step(warmup, plan)))
     # Curvature and noise around a particle that has run away may be a million times that around the others.
-    points = replace_lost(rng, cloud.z, warmup.arrival.lost)
+    points, gradients = without_lost(rng, cloud.z, warmup, sampler)
     orders = [0]
     if plan.has_reference:
         has_hessian = _has_hessian(window, warmup.reference, sampler) and warmup.reference.hessian.is_known
         in_use = int(warmup.reference.order)
         orders = [in_use, *(order for order in range(2 + has_hessian) if order != in_use)]
     keeps_apart = window.is_prolonged or warmup.may_have_basins
-    curvature, noise = estimate_curvature(rng, points, width, sampler.gradients(warmup), orders, not keeps_apart)
+    curvature, noise = estimate_curvature(rng, points, width, gradients, orders, not keeps_apart)
     if not plan.is_noisy:
         # Without minibatches, midpoints differ only by the third derivatives of U.
         noise = np.zeros_like(noise)
@@ -125,10 +125,24 @@ def _measured(rng, window, warmup, cloud, sampler):
     return warmup
 
 
+def _overdamped_step(warmup, plan):
+    """Return a step of overdamped dynamics that the coordinates allow, in squared units of theirs."""
+    if not plan.arrives:
+        return warmup.step_size
+    if warmup.arrival.adam is None:
+        return warmup.arrival.step_size
+    # The rate of Adam has no unit.
+    variances = warmup.moments.variances()
+    known = variances[np.isfinite(variances) & (variances > 0)]
+    return known.min() if known.size else np.ones(())
+
+
 def _best_order(warmup, cloud, sampler, orders):
     """Return the best order of control variates: by the noise; in sweeps by the step, because each costs gradients."""
     plan, dynamics = sampler.plan, sampler.dynamics
     known = warmup.measurements
+    # Not one without a finite gradient.
+    orders = [order for order in orders if (known.noise[:, order] >= 0).any()] or [0]
     if plan.sweep is None or plan.budget is None:
         # Of thousands of coordinates one may be noisy by chance, so all count as much as it. Of equal ones the highest.
         both = known.mean_noise * known.mean_isotropic_noise
@@ -163,7 +177,7 @@ def _longest_within_bias(rng, window, warmup, cloud, sampler, error, stats, need
     if window.is_adapting or sampler.plan.kind != "arrow":
         return longest
     # The bias of thousands of effects, which is that of the mean noise, adds up to a shift of their scale.
-    points, gradients = replace_lost(rng, cloud.z, warmup.arrival.lost), sampler.gradients(warmup)
+    points, gradients = without_lost(rng, cloud.z, warmup, sampler)
     noise = noise_by_coordinate(rng, points, gradients, STEP.pairs, warmup.order).mean(0)
     sds = np.sqrt(warmup.moments.variances())
     shift = collective_shift(rng, points, np.where(np.isfinite(sds), sds, 1.0), noise, gradients)
@@ -225,7 +239,8 @@ def _with_step_size(rng, window, warmup, cloud, sampler):
         draws_per_step=gained if gains else np.inf,
     )
     if not (np.isfinite(step_size) and step_size > 0):
-        step_size = error.from_overdamped_step(STEP.cautious * np.exp(np.log(warmup.arrival.step_size).mean()))
+        of_arrival = np.exp(np.log(_overdamped_step(warmup, plan)).mean())
+        step_size = error.from_overdamped_step(STEP.cautious * of_arrival)
     bias, mean_bias, effective_draws = (
         UNKNOWN if np.isnan(x) else x
         for x in (error.bias(step_size, stats), error.mean_bias(step_size, stats), step_size * of_widest)
