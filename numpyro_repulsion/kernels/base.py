@@ -54,7 +54,8 @@ class ParticleKernel(Settings, MCMCKernel):
         ``"low_rank"`` (diagonal scales, and own ones for the 40 directions that need them most) learn P in warmup and
         freeze it. ``"auto"`` is dense up to the number of parameters whose correlations warmup can learn (0.15 L W with
         L particles and W iterations of warmup, W ``num_steps`` / 8 with minibatches; at least 64, at most 512). Above
-        it is an arrow if the model has such a group, or else of low rank, and diagonal above a million. With a given
+        it is of low rank, or for more than 512 parameters an arrow if the model has such a group, and diagonal above a
+        million. With a given
         ``step_size``, ``"auto"`` is the identity, so that the step is that of plain SGLD. ``None`` is the identity.
     :param num_steps: updates per MCMC iteration, and so per draw.
     :param num_ensembles: into how many equal groups to split the particles, in order of the chains; groups do not

@@ -97,7 +97,7 @@ class Adam(NamedTuple):
     sign: Float[AnyArray, "*particles d"]  # the mean of the signs of gradients, over as many as that of the squares
     square: Float[AnyArray, "*particles d"]  # the mean of their squares
     growth: Float[AnyArray, "*particles d"]  # log of the factor by which the step of a far coordinate has grown
-    unit: Float[AnyArray, " d"]  # the standard deviations of the starts
+    unit: Float[AnyArray, " d"]  # standard deviations: of the starts, and later of the whitened particles
 
     @staticmethod
     def start(

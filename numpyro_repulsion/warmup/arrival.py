@@ -240,7 +240,7 @@ def update_prolongation(rng: Generator, window: Window, warmup: WarmupState, clo
         # Standardized sites have a prior of unit scale.
         unit = np.where(((found.scale != 1.0) | (found.location != 0.0)).any((0, 1)), 1.0, unit)
     change = warmup.preconditioner.along_coordinates(unit, y.mean((0, 1)))
-    # With a gradient of 0, the first update only evaluates the gradient in the new coordinates.
+    # With a gradient of 0, the first update follows the repulsion alone, and evaluates the gradient here.
     moved = cloud._replace(z=change.whiten(y), gradient=np.zeros_like(cloud.gradient))
     warmup = warmup._replace(
         arrival=arrival.prolonged(moved.z),

@@ -15,7 +15,7 @@ from results import run
 import numpyro
 import numpyro.distributions as dist
 
-from numpyro_repulsion import SGLD, ControlVariates
+from numpyro_repulsion import SGLD, ControlVariates, Sweeps
 from numpyro_repulsion.gradients import (
     Arrow,
     ArrowRoot,
@@ -227,6 +227,30 @@ def test_where_all_rows_refuse_what_a_sample_accepts_warmup_takes_first_order():
     assert state.learned.reference.hessian is None
     assert float(state.learned.figures.noise) >= 0
     assert np.isfinite(mcmc.get_samples()["effect"]).all() and int(state.num_flagged_updates) < 100
+
+
+@pytest.mark.slow
+def test_on_other_data_without_an_arrow_corrections_are_of_first_order():
+    user, y = jnp.arange(24_000) % 600, jnp.cos(jnp.arange(24_000.0))
+    mcmc = run(SGLD(effects), user, y, num_warmup=100, num_chains=8)
+    assert mcmc.last_state.learned.reference.hessian is not None
+    mcmc.post_warmup_state = mcmc.last_state
+    mcmc.run(random.key(1), user, y, meet=True)
+    state = mcmc.last_state
+    assert state.learned.reference.hessian is None and int(state.num_flagged_updates) < 100
+
+
+def test_only_effects_beside_other_parameters_and_with_references_are_units():
+    def alone(user, y):
+        with numpyro.plate("users", 600):
+            effect = numpyro.sample("effect", dist.Normal(0.0, 1.0))
+        with numpyro.plate("rows", len(y), subsample_size=20) as i:
+            numpyro.sample("y", dist.Normal(effect[user[i]], 1.0), obs=y[i])
+
+    args = jnp.arange(2400) % 600, jnp.cos(jnp.arange(2400.0))
+    assert ControlVariates().hessian_units(ModelTarget(alone, args), 600) is None
+    assert Sweeps().hessian_units(ModelTarget(effects, args), 601).number == 600
+    assert Sweeps(control_variates=False).hessian_units(ModelTarget(effects, args), 601) is None
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from jax import random
 import jax.numpy as jnp
 from models import programs_of, quadratic, vectorized as make
 import numpy as np
+import optax
 import pytest
 from results import SIX
 
@@ -50,6 +51,7 @@ def state_of():
         "momenta": sgld(kernel=SGHMC),
         "dense": sgld(preconditioner=np.array([1.0, 4.0])),
         "measured": SGLD(potential_fn=quadratic),
+        "schedule": sgld(optax.linear_schedule(0.1, 0.01, 100)),
     }
     return cache(lambda name: shapes_of(kernels[name], starts=SIX))
 
@@ -66,6 +68,7 @@ def abstractly(kernel, state, *args):
         ("rbf", sgld(), r"kernel=SGLDR and is now kernel=SGLD, interaction=RBF\(.* now interaction=Balanced"),
         ("momenta", sgld(kernel=SGNHT), "kernel=SGHMC and is now kernel=SGNHT"),  # the first memory has the same shape
         ("lm", sgld(0.2), "step_size=0.1 and is now step_size=0.2"),
+        ("schedule", sgld(optax.linear_schedule(0.1, 0.01, 200)), r"and is now step_size=.*: \[0.1000"),
         ("lm", sgld(num_ensembles=2), "num_ensembles=1 and is now num_ensembles=2"),
         ("dense", sgld(preconditioner=np.ones(2)), "preconditioner=digest .* now preconditioner=digest"),
         ("lm", SGLD(potential_fn=quadratic), "step_size=0.1 and is now step_size=BiasBudget"),

@@ -1,5 +1,6 @@
 """Arrival, and what is lost on the way."""
 
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -10,10 +11,10 @@ import numpy as np
 import pytest
 
 from numpyro_repulsion import BiasBudget
-from numpyro_repulsion.dynamics import Cloud
+from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped
 from numpyro_repulsion.warmup import Preconditioner, Timetable, Window
 from numpyro_repulsion.warmup.adam import Surroundings
-from numpyro_repulsion.warmup.arrival import arrive, left_behind, replace_lost, update_arrival
+from numpyro_repulsion.warmup.arrival import arrive, left_behind, replace_lost, update_arrival, without_lost
 from numpyro_repulsion.warmup.state import WarmupPlan, WarmupState
 
 
@@ -147,6 +148,7 @@ class Energies(NamedTuple):
 
     plan: WarmupPlan
     energy: np.ndarray
+    dynamics: Dynamics = Overdamped()
 
     def energy_on_common_rows(self, warmup, u):
         return self.energy
@@ -172,6 +174,51 @@ def test_lost_particles_move_to_others_but_not_where_they_would_coincide(ends, m
     if moves:
         nearest = np.delete(np.linalg.norm(moved.z[0] - moved.z[0, 4], axis=-1), 4).min()
         assert nearest == pytest.approx(0.0 if coincide else 0.1 * 3**0.5, abs=1e-6)
+
+
+@pytest.mark.parametrize(("temperature", "number"), [(25.0, 0), (None, 6)])
+def test_exact_draws_of_a_hot_posterior_are_not_lost(temperature, number):
+    u = 5.0 * random.normal(random.key(0), (1, 20, 10))
+    plan = WarmupPlan(BiasBudget(), None, False, False, is_noisy=True)
+    cloud = Cloud(u, jnp.zeros(u.shape[:2]), jnp.zeros_like(u), ())
+    start = WarmupState.start(200, Preconditioner(), 1e-3, jnp.asarray(jnp.nan), cloud, plan)
+    warmup, cloud = jax.device_get((start, cloud))
+    dynamics = Overdamped() if temperature is None else Overdamped(temperature=temperature)
+    sampler = Energies(plan, np.asarray(jnp.sum(u**2, -1) / 2), dynamics)
+    moved = update_arrival(generator(), Window(Timetable(200), 60), warmup, cloud, sampler)[1]
+    assert (moved.z != cloud.z).any(-1).sum() == number
+
+
+def lost_one():
+    """A warmup whose particles have references of their own, with a lost one, number 4 of 10."""
+    u = random.normal(random.key(0), (1, 10, 3))
+    plan = WarmupPlan(BiasBudget(), None, False, True, is_noisy=True, epoch=10)
+    cloud = Cloud(u, jnp.zeros(u.shape[:2]), jnp.zeros_like(u), ())
+    start = WarmupState.start(200, Preconditioner(), 1e-3, jnp.asarray(jnp.nan), cloud, plan)
+    start = start._replace(reference=start.reference._replace(position=u + 7.0))
+    warmup, cloud = jax.device_get((start, cloud))
+    return warmup, cloud, Energies(plan, np.where(np.arange(10) == 4, 1e4, 0.0)[None])
+
+
+def test_particles_take_their_references_along():
+    warmup, cloud, sampler = lost_one()
+    found, moved = update_arrival(generator(), Window(Timetable(200), 30), warmup, cloud, sampler)
+    assert np.argwhere(moved.z != cloud.z)[:, 1].tolist() == 3 * [4]
+    np.testing.assert_allclose(found.reference.position, moved.z + 7.0, atol=0.1001)
+    # Where lost particles stay, measurements leave them out, and see others with their references.
+    found, moved = update_arrival(generator(), Window(Timetable(200), 50), warmup, cloud, sampler)
+    assert moved is cloud and found.arrival.lost[0, 4]
+    points, gradients = without_lost(generator(), moved.z, found, SimpleNamespace(gradients=lambda warmup: warmup))
+    assert (points[0, 4] != moved.z[0, 4]).all()
+    np.testing.assert_array_equal(gradients.reference.position, points + np.float32(7.0))
+
+
+def test_a_prolonged_arrival_does_not_return_to_where_a_particle_was_lost():
+    warmup, cloud, sampler = lost_one()
+    warmup = warmup._replace(arrival=warmup.arrival._replace(halfway=np.zeros_like(cloud.z)))
+    found, moved = update_arrival(generator(), Window(Timetable(200), 30), warmup, cloud, sampler)
+    np.testing.assert_array_equal(found.arrival.halfway, moved.z)
+    assert (moved.z[0, 4] != cloud.z[0, 4]).all()
 
 
 def test_exact_draws_are_hardly_ever_lost():

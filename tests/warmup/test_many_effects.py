@@ -75,6 +75,22 @@ def test_particles_in_the_neck_do_not_send_for_the_others(settings, monkeypatch)
     assert in_neck() == number
 
 
+def test_likelihoods_are_compared_whatever_the_coordinates():
+    kernel, known, number = SGLD(effects), data(60), 8
+    state = warmed(kernel, random.split(random.key(0), number), 2, 100, **known)
+    bound, warmup = kernel.bind((), known), jax.device_get(state.warmup)
+    sampler = HostSampler(bound, bound.plan(warmup.preconditioner.kind), kernel._programs, state)
+    flat = np.array(random.normal(random.key(1), (1, number, 61)))
+    centered = warmup.centering._replace(share=np.ones_like(warmup.centering.share))
+    standardized = warmup.centering._replace(share=np.zeros_like(warmup.centering.share))
+    # s follows the effects, and is 1 for one of the particles: there, both are the same.
+    flat[0, 0, -1] = 0.0
+    one, other = sampler.energy_to_compare(centered, flat), sampler.energy_to_compare(standardized, flat)
+    same = np.concatenate((flat[..., :-1] / np.exp(flat[..., -1:]), flat[..., -1:]), -1).astype(np.float32)
+    np.testing.assert_allclose(sampler.energy_to_compare(standardized, same), one, rtol=1e-4)
+    assert other[0, 0] == pytest.approx(one[0, 0], rel=1e-5) and not np.allclose(other, one, rtol=0.01)
+
+
 def test_many_effects_are_centered_however_well_their_scale_is_known(monkeypatch):
     known = data(200)
     kernel, keys = SGLD(effects), random.split(random.key(0), 20)

@@ -19,6 +19,7 @@ from numpyro_repulsion.dynamics.step_error import EulerError
 from numpyro_repulsion.interactions import Coupling, Laplacian, RandomGroups, base
 from numpyro_repulsion.kernels.warmup_host import HostSampler
 from numpyro_repulsion.warmup import Preconditioner, Timetable, Window, step_size as step_size_module
+from numpyro_repulsion.warmup.adam import Adam
 from numpyro_repulsion.warmup.bandwidth import measure_steepness
 from numpyro_repulsion.warmup.learned import diagnose_warmup
 from numpyro_repulsion.warmup.state import ArrivalState, WarmupPlan, WarmupState
@@ -379,16 +380,30 @@ def test_with_minibatches_no_step_is_raised_in_vain(variance, monkeypatch):
     assert is_raised()
 
 
-@pytest.mark.parametrize(("corrected", "order"), [(0.1, 1), (10.0, 0)])
+@pytest.mark.parametrize(("corrected", "order"), [(0.1, 1), (10.0, 0), (np.nan, 0)])
 def test_control_variates_are_given_up_where_they_add_noise(corrected, order):
     # As a minibatch would, the noise depends on the number alone.
     def noisy(cases):
         return (u + (corrected if of else 1.0) * numbers(number, u.shape) for number, u, of in cases)
 
     found = tune(noisy, numbers(0, (1, 20, 3)), has_noise=True)
-    assert found.reference.order == order and found.noise == min(found.measurements.mean_noise[:2])
+    assert found.reference.order == order and found.noise == found.measurements.mean_noise[order]
     diagnosis = diagnose_warmup(found, None, Overdamped())
     assert [finding.name for finding in diagnosis.findings()] == ([] if order else ["control_variates_off"])
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e4])
+def test_without_scales_curvature_is_measured_where_the_particles_are(scale):
+    """Where the rate of the arrival, which has no unit, is far too long or too short."""
+
+    def bounded(cases):
+        return (np.tanh(u / scale) / scale + numbers(number, u.shape) / scale for number, u, _ in cases)
+
+    u = scale * numbers(0, (1, 20, 3))
+    rate = ArrivalState(np.full((1, 20), 0.03, np.float32), np.zeros((1, 20), bool), None, Adam.start(u))
+    found = tune(bounded, u, has_noise=True, arrival=rate)
+    # Of tanh, up to 1 in the middle, and 0.6 on average.
+    assert 0.5 < scale**2 * found.measurements.largest_curvature < 1.1
 
 
 @pytest.mark.parametrize(("of_one", "order"), [(1.2, 1), (5.0, 0)])
@@ -414,11 +429,13 @@ def test_laplace_distribution_comes_out_in_its_own_size():
     assert 9 * error < 2**0.5 / 2
 
 
-@pytest.mark.parametrize(("sizes", "best"), [((1, 2, 3), 0), ((2, 1, 3), 1), ((2, 1, 0.5), 2), ((0, 0, 0), 2)])
+@pytest.mark.parametrize(
+    ("sizes", "best"), [((1, 2, 3), 0), ((2, 1, 3), 1), ((2, 1, 0.5), 2), ((0, 0, 0), 2), ((2, 1, np.nan), 1)]
+)
 def test_scales_are_shrunk_for_the_order_with_the_least_noise(sizes, best):
     def noisy(cases):
         return (sizes[order] * numbers(seed, u.shape) for seed, u, order in cases)
 
-    warmup = SimpleNamespace(arrival=SimpleNamespace(lost=np.zeros((1, 20), bool)))
+    warmup = SimpleNamespace(arrival=SimpleNamespace(lost=np.zeros((1, 20), bool)), reference=None)
     cloud, sampler = SimpleNamespace(z=numbers(0, (1, 20, 5))), SimpleNamespace(gradients=lambda _: noisy)
     assert least_noisy_order(generator(), 2, warmup, cloud, sampler) == best
