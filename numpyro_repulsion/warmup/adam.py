@@ -63,16 +63,16 @@ class Surroundings(NamedTuple):
         """Return the sums with one more iteration."""
         return Surroundings(self.number + 1.0, self.energy + energy, self.square + gradient**2)
 
-    def is_lost(self) -> np.ndarray:
+    def is_lost(self, temperature: float = 1.0) -> np.ndarray:
         """Return which particles, ``(G, L)``, have almost no posterior mass around them compared with the best one.
 
         In a basin of curvature H, the mean of U is its minimum plus ``d/2`` and the mean of ``g gᵀ`` is H. So the basin
-        holds a posterior mass of ``exp(−E U) |E g gᵀ|^(−1/2)``, up to a constant. ``E g gᵀ`` has two estimates: one
+        holds a posterior mass of ``exp(−E U / T) |E g gᵀ|^(−1/2)``, up to a constant. ``E g gᵀ`` has two estimates: one
         width per coordinate overestimates the mass around a particle that has not moved; one for all coordinates
         underestimates a basin that is narrow in some of them. A particle is lost only if it is far behind by both.
         """
         number, dimension = max(float(self.number), 1.0), self.square.shape[-1]
-        energy, square = self.energy / number, self.square / number
+        energy, square = self.energy / (number * temperature), self.square / number
         smallest = np.finfo(square.dtype).tiny
         log_weights = (
             -energy - 0.5 * np.sum(np.log(square + smallest), -1),

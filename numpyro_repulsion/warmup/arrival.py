@@ -169,8 +169,10 @@ def update_arrival(rng: Generator, window: Window, warmup: WarmupState, cloud: C
 def _lost(warmup, cloud, sampler):
     """Return which particles have almost no posterior mass around them."""
     arrival = warmup.arrival
+    # Energies of a hot cloud differ by more, in proportion to its temperature, and matter less.
+    hotness = max(sampler.dynamics.temperature or 0.0, 1.0)
     if arrival.surroundings is not None:
-        return arrival.surroundings.is_lost()
+        return arrival.surroundings.is_lost(hotness)
     # Minibatch noise hides curvature, and energies on different minibatches are not comparable unless control
     # variates correct them.
     is_corrected = warmup.reference is not None and bool(warmup.reference.order)
@@ -178,8 +180,6 @@ def _lost(warmup, cloud, sampler):
     # Where the scale of a thousand effects is by a factor e smaller, U is a thousand nats lower, and so is the log of
     # the volume: all others would move to the particles in the neck.
     energy = energy - sampler.log_volume_gained(warmup, cloud.z)
-    # Energies of a hot cloud differ by more, in proportion to its temperature.
-    hotness = max(sampler.dynamics.temperature or 0.0, 1.0)
     return left_behind(energy / hotness, cloud.z.shape[-1], warmup.noise, bool(arrival.is_prolonged))
 
 

@@ -112,6 +112,7 @@ def test_most_particles_leave_a_basin_that_is_lost():
     higher = jnp.where(jnp.arange(20) < 13, 40.0, 0.0)
     energy = 0.5 * jnp.sum(u**2, -1) + higher
     assert around(u, energy, u).is_lost()[0].tolist() == [True] * 13 + [False] * 7
+    assert not around(u, energy, u).is_lost(10.0).any()
     # By energies against the median none is left behind.
     assert not left_behind(energy[-1], 5).any()
 
