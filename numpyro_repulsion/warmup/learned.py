@@ -105,15 +105,16 @@ class WarmupDiagnosis(NamedTuple):
                 else "Set moves=Archive(), with gradient=FullData() if rows are subsampled, or order the labels.",
                 is_error=True,
             )
+        longer = "`num_steps`, `num_warmup` and `num_samples`"
+        # Half the noise would allow a longer step.
+        noisy = "`subsample_size`, because gradient noise limits the step size, or"
+        is_noisy = self.noise_ratio > 1.0
         # The step may have been raised until the run is worth as many, which is no problem.
         if self.effective_draws < 0.99 * DIAGNOSIS.draws:
             correlated = self.is_diagonal and not self.dependence > SYMPTOMS.dependence
-            more = "Raise `num_steps`, `num_warmup` and `num_samples`"
-            # Half the noise would allow a longer step.
-            if self.noise_ratio > 1.0:
-                more = "Raise `subsample_size`, because gradient noise limits the step size, or `num_steps`"
-                if self.thermostat_helps:
-                    more = "Use SGNHT, because gradient noise limits the step size, or raise `subsample_size`"
+            more = f"Raise {noisy} `num_steps`" if is_noisy else f"Raise {longer}"
+            if is_noisy and self.thermostat_helps:
+                more = "Use SGNHT, because gradient noise limits the step size, or raise `subsample_size`"
             add(
                 "slow_directions",
                 f"{'Correlated parameters mix' if correlated else 'The slowest direction mixes'} slowly: a run as long "
@@ -127,7 +128,7 @@ class WarmupDiagnosis(NamedTuple):
                 "step_bias",
                 "Because the run is short, warmup chose a step size above the bias budget; posterior sds may be "
                 f"about {100 * excess:.0f}% too large.",
-                "Raise `num_steps`, `num_warmup` and `num_samples`, which allows a smaller step size.",
+                f"Raise {noisy} {longer}." if is_noisy else f"Raise {longer}, which allows a smaller step size.",
                 excess,
                 is_error=self.bias > LARGE_BIAS,
             )
