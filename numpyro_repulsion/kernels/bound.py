@@ -291,7 +291,7 @@ class BoundSampler:
 
             program = jax.make_jaxpr(energy)(spread, one, rows, key)
             leaves = jax.tree.leaves(given, is_leaf=lambda leaf: isinstance(leaf, Rows))
-            with jax.core.eval_context():
+            with jax.ensure_compile_time_eval():
                 found = [leaf.digest() if isinstance(leaf, Rows) else digest(leaf) for leaf in leaves]
                 known = found, digest_of_program(program, leaves)
             hashed = hashlib.blake2b(str(known).encode(), digest_size=16).digest()

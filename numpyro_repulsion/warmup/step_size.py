@@ -101,7 +101,10 @@ def update_step_size(rng: Generator, window: Window, warmup: WarmupState, cloud:
 def _measured(rng, window, warmup, cloud, sampler):
     """Add a measurement, and use control variates only if they do not add noise."""
     plan = sampler.plan
-    width = CURVATURE.width * (1.0 if plan.kind else np.sqrt(_overdamped_step(warmup, plan)))
+    step_size = warmup.arrival.step_size if plan.arrives else warmup.step_size
+    if warmup.arrival.adam is not None:
+        step_size = _unit_of_adam(warmup)
+    width = CURVATURE.width * (1.0 if plan.kind else np.sqrt(step_size))
     # Curvature and noise around a particle that has run away may be a million times that around the others.
     points, gradients = without_lost(rng, cloud.z, warmup, sampler)
     orders = [0]
@@ -125,13 +128,8 @@ def _measured(rng, window, warmup, cloud, sampler):
     return warmup
 
 
-def _overdamped_step(warmup, plan):
-    """Return a step of overdamped dynamics that the coordinates allow, in squared units of theirs."""
-    if not plan.arrives:
-        return warmup.step_size
-    if warmup.arrival.adam is None:
-        return warmup.arrival.step_size
-    # The rate of Adam has no unit.
+def _unit_of_adam(warmup):
+    """Return the unit of Adam's rates as steps, which they lack: the smallest variance of a coordinate."""
     variances = warmup.moments.variances()
     known = variances[np.isfinite(variances) & (variances > 0)]
     return known.min() if known.size else np.ones(())
@@ -239,7 +237,8 @@ def _with_step_size(rng, window, warmup, cloud, sampler):
         draws_per_step=gained if gains else np.inf,
     )
     if not (np.isfinite(step_size) and step_size > 0):
-        of_arrival = np.exp(np.log(_overdamped_step(warmup, plan)).mean())
+        unit = 1.0 if warmup.arrival.adam is None or plan.kind else _unit_of_adam(warmup)
+        of_arrival = unit * np.exp(np.log(warmup.arrival.step_size).mean())
         step_size = error.from_overdamped_step(STEP.cautious * of_arrival)
     bias, mean_bias, effective_draws = (
         UNKNOWN if np.isnan(x) else x
