@@ -259,9 +259,8 @@ class CloudMover:
         """Make one update with the interaction of this update."""
         energy_and_grad = self.energy_and_grad(learned, now.num_updates)
         reference = learned.reference
-        # After warmup, a Hessian means second order, which leaves hardly any noise in energies.
-        is_nearly_exact = reference is not None and reference.order is None and reference.hessian is not None
-
+        # Second order leaves hardly any noise in energies. After warmup, a Hessian means that it is in use.
+        has_hessian = reference is not None and reference.hessian is not None
         # Of the one gradient that a step evaluates, outside of loops.
         cloud, cut_off = now.cloud, [jnp.zeros_like(now.cut_off)]
 
@@ -280,8 +279,9 @@ class CloudMover:
             self.step_size(learned, now.num_updates),
         )
         turns = jnp.zeros_like(now.has_turned)
-        if not self.plan.is_noisy or is_nearly_exact:
-            proposal, turns = turn_back(cloud, proposal, self.dynamics, now.has_turned)
+        if not self.plan.is_noisy or has_hessian:
+            goes_on = now.has_turned if reference is None or reference.order is None else reference.order < 2
+            proposal, turns = turn_back(cloud, proposal, self.dynamics, now.has_turned | goes_on)
         cloud, is_rejected = reject_nonfinite(cloud, self.layout(cloud.z).place(proposal))
         total = now.cut_off + jnp.where(is_rejected, 0.0, cut_off[-1])
         return Progress(cloud, now.num_updates + 1, now.flagged + (is_rejected | turns), total, turns)
