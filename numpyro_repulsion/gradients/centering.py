@@ -141,11 +141,23 @@ class CenteredTarget(Wrapped):
 
     @property
     def base(self):
-        return self._target
+        if not self._target.num_products:
+            return self._target
+        # Of effects that the model multiplies by their scale, rows know the products.
+        share, powers, bases = self._centering
+        centered = Centering(jnp.ones_like(share), powers, jnp.full_like(bases, -1))
+        return CenteredTarget(self._target, centered, self._unravel)
 
-    def to_model(self, y):
+    def to_base(self, y):
         found = self.recover(y)
-        return found.z, self.log_volume(found)
+        volume = self.log_volume(found)
+        if not self._target.num_products:
+            return found.z, volume
+        return found.centered, volume + jnp.sum(found.log_scale)
+
+    def prior_energy(self, z):
+        z, volume = self._standardized(z)
+        return self._target.prior_energy(z) - volume
 
     def recover(self, y: Float[Array, " d"]) -> Recovered:
         """Return a flat particle y, ``(d,)``, in the coordinates of the model."""

@@ -120,9 +120,9 @@ class ControlVariates(Subsampled):
     def energy_and_grad(self, key, target, unravel, z, reference=None):
         if reference is None or target.base is target:
             return self._corrected(key, target, unravel, z, reference)
-        # Rows are nearly quadratic in the coordinates of the model. In those of a centering, scales of sites multiply
-        # what they depend on, so that corrections would be noise.
-        (x, volume), pull = jax.vjp(jnp.vectorize(target.to_model, signature="(d)->(d),()"), z)
+        # Rows are nearly quadratic in centered coordinates. In others, scales of sites multiply what rows depend on, so
+        # that corrections would be noise.
+        (x, volume), pull = jax.vjp(jnp.vectorize(target.to_base, signature="(d)->(d),()"), z)
         energy, gradient = self._corrected(key, target.base, unravel, x, reference)
         return energy - volume, pull((gradient, -jnp.ones_like(volume)))[0]
 

@@ -31,7 +31,7 @@ from numpyro_repulsion.rows import Rows, Shards, host_rows
 class Reference(NamedTuple):
     """The reference point of control variates, one for all particles or one for each.
 
-    - **position** - ẑ in the coordinates of the model, unconstrained and flat, ``(d,)`` or ``(G, L, d)``.
+    - **position** - ẑ, flat and unconstrained, in the coordinates of `Target.base`, ``(d,)`` or ``(G, L, d)``.
     - **potential_energy** - U(ẑ) over all rows, a scalar or ``(G, L)``.
     - **gradient** - ∇U(ẑ) over all rows, ``(d,)`` or ``(G, L, d)``.
     - **posterior_id** - the identity of the data and the model that it was computed from, four words; zeros if

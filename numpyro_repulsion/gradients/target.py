@@ -56,11 +56,11 @@ class Target:
 
     @property
     def base(self) -> Target:
-        """The posterior in the coordinates of the model."""
+        """The posterior in the coordinates of the model; effects that it multiplies by their scale are centered."""
         return self
 
-    def to_model(self, y: Float[Array, " d"]) -> tuple[Float[Array, " d"], Float[Array, ""]]:
-        """Return a flat particle z in the coordinates of the model, and log det dz/dy."""
+    def to_base(self, y: Float[Array, " d"]) -> tuple[Float[Array, " d"], Float[Array, ""]]:
+        """Return a flat particle x in the coordinates of `base`, and log det dx/dy."""
         return y, jnp.zeros((), y.dtype)
 
     def constrain(self, z: Particle) -> Particle:

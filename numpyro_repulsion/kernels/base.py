@@ -197,7 +197,8 @@ class ParticleKernel(Settings, MCMCKernel):
 
             def evaluate(target, position):
                 on = replace(mover, bound=replace(mover.bound, target=target), posterior_id=None)
-                return on.evaluate_reference(random.key(0), reference._replace(position=position), size)
+                moved = reference._replace(position=position)
+                return on.evaluate_reference(random.key(0), state.learned, moved, size)
 
             new = compiled(evaluate, bound.target)(position)._replace(posterior_id=jnp.asarray(posterior_id))
             if new.hessian is not None and not new.hessian.is_known:

@@ -179,11 +179,17 @@ class CloudMover:
 
         return energy_and_grad
 
+    def reference_position(self, learned: Where, u: Float[Array, "*particles d"]) -> Float[Array, "*particles d"]:
+        """Return whitened particles in the coordinates of references."""
+        to_base = jnp.vectorize(self.target(learned).to_base, signature="(d)->(d),()")
+        return to_base(learned.preconditioner.to_positions(u))[0]
+
     def evaluate_reference(
-        self, key: jax.Array, reference: Reference, num_particles: int, with_hessian: bool = True
+        self, key: jax.Array, learned: Where, reference: Reference, num_particles: int, with_hessian: bool = True
     ) -> Reference:
         """Return the reference with U and ∇U over all rows at its position, and ∇²U if it has one."""
-        new = evaluate_reference(key, self.bound.target, self.unravel, reference, num_particles, with_hessian)
+        target = self.target(learned).base
+        new = evaluate_reference(key, target, self.unravel, reference, num_particles, with_hessian)
         # Where the host said nothing of the data, any words say that there is a reference.
         known = jnp.maximum(reference.posterior_id, 1) if self.posterior_id is None else self.posterior_id
         return new._replace(posterior_id=jnp.asarray(known, jnp.uint32))
@@ -314,9 +320,9 @@ class CloudMover:
         reference: Any = learned.reference
 
         def renew():
-            here = reference._replace(position=self.recover(learned, cloud.z).z)
+            here = reference._replace(position=self.reference_position(learned, cloud.z))
             # Only random likelihoods would use the key, and `choose_gradient` rejects them.
-            new = self.evaluate_reference(random.key(0), here, cloud.potential_energy.size)
+            new = self.evaluate_reference(random.key(0), learned, here, cloud.potential_energy.size)
             # An old reference is as valid as a new one, and with a non-finite one all updates would be rejected.
             usable = (jnp.isfinite(new.potential_energy) & jnp.isfinite(new.gradient).all(-1)) | is_stale
             position, energy, gradient = select(usable, new[:3], reference[:3])

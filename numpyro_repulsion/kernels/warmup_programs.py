@@ -253,8 +253,8 @@ def evaluate_reference(
 ) -> Any:
     """Return the reference at whitened positions, with U and ∇U over all rows."""
     mover, key = _at(bound, where), random.fold_in(key, seed)
-    moved = reference._replace(position=mover.recover(where, u).z)
-    return mover.evaluate_reference(key, moved, *settings)
+    moved = reference._replace(position=mover.reference_position(where, u))
+    return mover.evaluate_reference(key, where, moved, *settings)
 
 
 def mean_curvature(bound: BoundSampler, _: None, where: Coordinates, u) -> Arrow:
@@ -265,17 +265,17 @@ def mean_curvature(bound: BoundSampler, _: None, where: Coordinates, u) -> Arrow
     target, unravel, change = mover.target(where), mover.unravel, where.preconditioner
     units, u = reference.hessian.units, u.reshape(-1, u.shape[-1])
 
-    def prior(z):
-        return target.base.prior_energy(unravel(z)).astype(z.dtype)
+    def prior(x):
+        return target.base.prior_energy(unravel(x)).astype(x.dtype)
 
     slope, bend = jax.linearize(jax.grad(prior), reference.position)
 
     def of_prior(u):
-        z, volume = target.to_model(change.to_positions(u))
-        return prior(z) - volume
+        x, volume = target.to_base(change.to_positions(u))
+        return prior(x) - volume
 
     def of_likelihood(u):
-        offset = target.to_model(change.to_positions(u))[0] - reference.position
+        offset = target.to_base(change.to_positions(u))[0] - reference.position
         return jnp.sum((reference.gradient - slope + (reference.hessian.times(offset) - bend(offset)) / 2.0) * offset)
 
     is_centered = target.base is not target
