@@ -2,6 +2,7 @@
 
 from jax import random
 import jax.numpy as jnp
+from models import warmed
 import numpy as np
 import pytest
 from results import run
@@ -80,3 +81,17 @@ def test_with_minibatches_they_turn_where_energies_are_hardly_noisy(order, turns
     after = kernel.sample(state._replace(potential_energy=state.potential_energy.at[0].add(-1e3)), (y,), {})
     assert (abs(after.z["mu"][0] - state.z["mu"][0]) < 1e-6) == turns
     assert after.num_flagged_updates - state.num_flagged_updates == turns
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_in_warmup_they_turn_if_second_order_is_in_use(order):
+    y = random.normal(random.key(3), (100,))
+    kernel = SGHMC(in_minibatches, num_steps=1)
+    state = warmed(kernel, random.split(random.key(0), 8), 60, 100, y)
+    warmup, cloud = state.warmup, state.cloud
+    assert warmup.reference.hessian.is_known
+    reference = warmup.reference._replace(order=jnp.asarray(order, jnp.int32))
+    cloud = cloud._replace(potential_energy=cloud.potential_energy.at[0, 0].add(-1e3))
+    state = state._replace(warmup=warmup._replace(reference=reference), cloud=cloud)
+    after = kernel.warm(state, 1, 100, (y,), {})
+    assert (abs(after.cloud.z[0, 0, 0] - cloud.z[0, 0, 0]) < 1e-6) == (order == 2)

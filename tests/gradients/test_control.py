@@ -175,23 +175,28 @@ def test_corrected_gradients_are_unbiased_by_enumeration(order):
         assert not np.allclose(slope[0], expected[1], rtol=1e-4, atol=1e-4)
 
 
-def effects(y):
-    """Effects of three groups, with Gaussian rows."""
+def effects(y, by_hand=False):
+    """Effects of three groups, with Gaussian rows; standardized by hand or not."""
     tau = numpyro.sample("tau", dist.HalfNormal(1.0))
-    theta = numpyro.sample("theta", dist.Normal(jnp.zeros(3), tau).to_event(1))
+    theta = numpyro.sample("theta", dist.Normal(jnp.zeros(3), 1.0 if by_hand else tau).to_event(1))
+    theta = tau * theta if by_hand else theta
     with numpyro.plate("rows", 6, subsample_size=2) as i:
         numpyro.sample("y", dist.Normal(theta[i % 3], 0.5), obs=y[i])
 
 
-@pytest.mark.parametrize(("share", "order"), [(0.6, 1), (0.6, 2), (0.0, 2)])
-def test_in_a_centering_corrections_are_those_in_coordinates_of_the_model(share, order):
-    target = ModelTarget(effects, (jnp.cos(jnp.arange(6.0)),))
+@pytest.mark.parametrize(
+    ("share", "order", "by_hand"), [(0.6, 1, False), (0.6, 2, False), (0.0, 2, False), (0.6, 1, True), (0.6, 2, True)]
+)
+def test_in_a_centering_corrections_are_those_in_centered_coordinates(share, order, by_hand):
+    target = ModelTarget(effects, (jnp.cos(jnp.arange(6.0)), by_hand))
     y, unravel = flat(target)
     none = Centering.none(target, len(y), y.dtype)
+    none = none._replace(powers=jnp.ones_like(none.powers))
     shares = jnp.where(ravel_pytree({"tau": 0.0, "theta": jnp.ones(3)})[0] > 0, share, 1.0)
     centered = CenteredTarget(target, none._replace(share=shares), unravel)
-    # In coordinates of the model, second order leaves no noise; in its own, which multiply by a scale, it would.
-    reference = reference_at(target, flat(target, 1)[0], unravel, order)
+    # In these, second order leaves no noise; in its own, which multiply by a scale, it would.
+    assert (centered.base is target) != by_hand
+    reference = reference_at(centered.base, flat(target, 1)[0], unravel, order)
     expected = jax.jit(lambda y: full_gradient(KEY, centered, unravel, y, 20))(y)
     energy, slope = means(ControlVariates, centered, unravel, y[None], reference)
     np.testing.assert_allclose(energy[0], expected[0], rtol=1e-4)
