@@ -157,7 +157,7 @@ control variates in a centering without its volume | gradients/control.py | test
 +return energy, pull((gradient, jnp.zeros_like(volume)))[0]
 
 momenta never turn back with minibatches | kernels/iteration.py | test_turning | minibatches
--if not self.plan.is_noisy or is_nearly_exact:
+-if not self.plan.is_noisy or has_hessian:
 +if not self.plan.is_noisy:
 
 the shift of a scale without the information on it | report.py | test_groups | many

@@ -164,6 +164,9 @@ PROBLEMS: dict[str, Callable[[], ManyEffects]] = {
     "slopes": slopes,
     "visits": visits,
     "counts": counts,
+    # Without references.
+    "large ratings": partial(ratings, 20_000, 5_000, 2_000_000),
+    "large item response": partial(responses, 20_000, 60),
 }
 
 

@@ -4,7 +4,7 @@ With default settings, `MCMC(kernel(model), 500, 500, num_chains=20)` runs besid
 300 + 300 iterations, ended after ten minutes) and NumPyro's SVI with minibatches (20,000 steps of Adam). Errors of
 scales are those of posterior means of their logarithms, in posterior standard deviations of the reference; the sds of
 effects are relative to the reference's. ESS and R-hat are the worst of all scales and of up to 100 entries of each
-other site. Seconds are processor time of the whole run, with compilation.
+other site. The two large problems have no reference. Seconds are processor time of the whole run, with compilation.
 """
 
 from collections.abc import Callable
@@ -108,7 +108,8 @@ def tables(record: Record) -> str:
         worst = max(row["scales"].items(), key=lambda x: abs(x[1]), default=("", np.nan))
         wide = min(row["others"].items(), key=lambda x: -abs(x[1][1] - 1.0), default=("", (np.nan, np.nan)))
         cells = [row["name"], f"`{row['method']}`", str(row["seed"]), row.get("control_variates") or ""]
-        cells += [f"{row['seconds']:.0f}", f"{worst[1]:+.2f} ({worst[0]})", f"{wide[1][1]:.3f} ({wide[0]})"]
+        cells += [f"{row['seconds']:.0f}"]
+        cells += [f"{worst[1]:+.2f} ({worst[0]})", f"{wide[1][1]:.3f} ({wide[0]})"] if row["scales"] else ["", ""]
         cells += [f"{row[what]:{form}}" if what in row else "" for what, form in (("rhat", ".2f"), ("ess", ".0f"))]
         cells += [f"{row['ess'] / row['seconds']:.1f}" if "ess" in row else ""]
         lines.append([*cells, ", ".join(row.get("findings", []))])

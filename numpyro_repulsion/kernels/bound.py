@@ -105,8 +105,9 @@ def _schedule_in_words(schedule):
         return words(schedule)
     # Schedules of optax are functions, which do not show their settings.
     counts = (0, 1, 10, 100, 1000, 10_000, 100_000)
-    with jax.core.eval_context():
+    with jax.core.eval_context(), suppress(jax.errors.ConcretizationTypeError):  # of a step that is an input
         return f"{words(schedule)}: {[float(schedule(jnp.asarray(n))) for n in counts]}"
+    return words(schedule)
 
 
 def preconditioner_scale(value: ArrayLike | None) -> str | np.ndarray | None:
