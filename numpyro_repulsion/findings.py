@@ -16,8 +16,8 @@ SEVERITIES = ("note", "warning", "error")
 MAX_FLAGGED = 1e-3
 #: A scale that a small bias of many effects shifts by more of its standard deviations is named.
 MAX_SHIFT = 0.25
-#: What shifts a mean by more of its standard deviations is named: inexact integrals over latent variables of rows, and
-#: clipped gradients. Five times as much is an error.
+#: What shifts a mean by more of its standard deviations is named: inexact integrals over latent variables of rows,
+#: clipped gradients, and rounded ones. Five times as much is an error.
 MAX_MEAN_SHIFT = 0.1
 #: A step that inflates variances by more is an error, however short the run is.
 LARGE_BIAS = 0.2
@@ -67,6 +67,7 @@ RULES = {
     "many_effects": _Rule(),
     "flagged_updates": _Rule(),
     "clipped_gradients": _Rule(),
+    "rounding": _Rule(),
     "row_integrals": _Rule(),
     "gradient_noise": _Rule(),
     "control_variates_off": _Rule(),

@@ -335,7 +335,7 @@ class ParticleKernel(Settings, MCMCKernel):
     def frozen_as(self, how: Frozen, state: WarmupRun, args, kwargs) -> ParticleState:
         """Return a state for which it is known what is on, also for the shapes of a warmup."""
         bound, shape = self.bind(args, kwargs), state.cloud.z.shape
-        judged = warmup_host.judge(bound, bound.plan(state.warmup.preconditioner.kind), state)
+        judged = warmup_host.judge(bound, bound.plan(state.warmup.preconditioner.kind), self._programs, state)
         options = compiler_options(bound, 1, shape[0] * shape[1], shape[2])
         return self._programs(warmup_programs.freeze, bound, how, state, judged, options=options)
 

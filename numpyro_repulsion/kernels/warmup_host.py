@@ -35,7 +35,7 @@ from numpyro_repulsion.warmup import (
 )
 from numpyro_repulsion.warmup.arrival import update_arrival, update_prolongation
 from numpyro_repulsion.warmup.bandwidth import update_bandwidth
-from numpyro_repulsion.warmup.curvature import UNKNOWN, draw_seed
+from numpyro_repulsion.warmup.curvature import UNKNOWN, draw_seed, rounding_shift
 from numpyro_repulsion.warmup.learned import diagnose_warmup, update_symptoms
 from numpyro_repulsion.warmup.scales import CENTERING, update_centering, update_scales
 from numpyro_repulsion.warmup.state import Learner
@@ -262,7 +262,7 @@ def _put(x: jax.Array, value: np.ndarray) -> jax.Array:
     return jax.device_put(value, x.sharding) if x.committed else jax.device_put(value)
 
 
-def judge(bound: BoundSampler, plan: WarmupPlan, state: WarmupRun) -> Judged:
+def judge(bound: BoundSampler, plan: WarmupPlan, programs: Programs, state: WarmupRun) -> Judged:
     """Return what the host says of a warmup at its end."""
     kernel, dynamics, like = bound.kernel, bound.kernel.dynamics, state.warmup.step_size
     if isinstance(like, (jax.core.Tracer, jax.ShapeDtypeStruct)):
@@ -281,5 +281,9 @@ def judge(bound: BoundSampler, plan: WarmupPlan, state: WarmupRun) -> Judged:
         noise = warmup.noise, warmup.isotropic_noise
         measured = MeasuredFigures(*curvature, *noise, warmup.largest_variance(dynamics), warmup.bias, warmup.mean_bias)
         problems = diagnose_warmup(warmup, plan.budget, dynamics, is_jumping, is_swept)
+        if plan.budget is not None and plan.kind is not None and not problems.is_prolonged:
+            sampler = HostSampler(bound, plan, programs, state)
+            shift = rounding_shift(jax.device_get(state.cloud.z), sampler.gradients(warmup))
+            problems = problems._replace(rounding=shift)
         packed = np.asarray([float(x) for x in (*measured, *problems)], like.dtype)
         return Judged(extreme, np.where(np.isnan(packed), np.asarray(UNKNOWN, like.dtype), packed))

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.random import Generator
 
 from numpyro_repulsion.dynamics import Cloud, Dynamics
-from numpyro_repulsion.findings import LARGE_BIAS, Finding
+from numpyro_repulsion.findings import LARGE_BIAS, MAX_MEAN_SHIFT, Finding
 from numpyro_repulsion.gradients import Centering, Particle, Reference
 from numpyro_repulsion.rounding import AnyArray
 from numpyro_repulsion.schedules import BiasBudget
@@ -59,6 +59,7 @@ class WarmupDiagnosis(NamedTuple):
     - **jumps_off** - whether warmup switched jumps off.
     - **is_prolonged** - whether the arrival was prolonged, as for networks.
     - **thermostat_helps** - whether the same particles with a thermostat could make longer steps.
+    - **rounding** - by how many of its standard deviations rounded gradients may shift a mean.
     """
 
     num_warmup: float = np.nan
@@ -75,6 +76,7 @@ class WarmupDiagnosis(NamedTuple):
     jumps_off: bool = False
     is_prolonged: bool = False
     thermostat_helps: bool = False
+    rounding: float = np.nan
 
     def findings(self) -> list[Finding]:
         """Return the problems, each with its remedy."""
@@ -167,6 +169,15 @@ class WarmupDiagnosis(NamedTuple):
                 if self.is_prolonged
                 else f"{instead} `subsample_size`; estimate a random likelihood more precisely.",
                 self.noise_ratio,
+            )
+        if self.rounding > MAX_MEAN_SHIFT:
+            add(
+                "rounding",
+                "Errors of rounded gradients add up over the rows, and may shift posterior means by about "
+                f"{float(self.rounding):.2g} posterior sds.",
+                'Set jax.config.update("jax_enable_x64", True) before the data are made.',
+                self.rounding,
+                is_error=self.rounding > 5 * MAX_MEAN_SHIFT,
             )
         # Those of networks always add noise, and warmup needs them to tell.
         if self.control_variates_off and not self.is_prolonged:

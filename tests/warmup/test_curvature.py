@@ -10,14 +10,15 @@ import jax.numpy as jnp
 from models import PRECISION, generator, linear, numbers
 import numpy as np
 import pytest
+from results import run
 
 import numpyro
 import numpyro.distributions as dist
 
-from numpyro_repulsion import SGLD
+from numpyro_repulsion import SGLD, diagnose
 from numpyro_repulsion.kernels.warmup_host import iterations_of
 from numpyro_repulsion.warmup import Measurements, curvature
-from numpyro_repulsion.warmup.curvature import UNKNOWN, estimate_curvature
+from numpyro_repulsion.warmup.curvature import UNKNOWN, estimate_curvature, rounding_shift
 
 LARGEST = float(np.linalg.eigvalsh(PRECISION)[-1])
 
@@ -184,3 +185,28 @@ def test_measurements_pool_clouds():
     assert pool.mean_extreme_gradient.tolist() == [8.0, 6.0, 3.0]
     assert pool.mean_extreme_noise.tolist() == [2.0, 3.0, 5.0]
     assert pool.typical_steepness == pytest.approx(12.5**0.5)
+
+
+@pytest.mark.parametrize(("error", "found"), [(0.0, 0.0), (0.3, 0.3)])
+def test_rounding_is_told_from_what_is_smooth(error, found):
+    u, rng = numbers(0, (1, 20, 50)), np.random.default_rng(0)
+
+    def rounded(cases):
+        # Of one coordinate, and of one particle a kink.
+        for _, u, _ in cases:
+            slope = u + u**3 / 10
+            slope[..., 7] += error * rng.standard_normal(u.shape[:2])
+            slope[0, 0] += 100.0 * (rng.random() > 0.5)
+            yield slope
+
+    assert rounding_shift(u, rounded) == pytest.approx(found, rel=0.5, abs=1e-3)
+
+
+@pytest.mark.parametrize(("offset", "is_named"), [(2**16, False), (2**24, True)])
+def test_posteriors_that_single_precision_does_not_know_are_named(offset, is_named):
+    def potential(z):
+        # As sums of many rows, whose parts nearly cancel.
+        return jnp.sum((z + offset) ** 2) / 2 - offset * jnp.sum(z)
+
+    mcmc = run(SGLD(potential_fn=potential), num_warmup=100, num_samples=10, init_params=numbers(0, (6, 2)))
+    assert ("rounding" in diagnose(mcmc)) == is_named
