@@ -28,7 +28,7 @@ class CurvatureConstants:
     #: Half the distance over which gradients are compared, in units of the scales.
     width: float = 0.2
     #: The distance between points whose gradients differ from a parabola by rounding alone.
-    nearby: float = 0.01
+    nearby: float = 0.1
     #: Products with random signs that give a diagonal, and iterations that give a largest eigenvalue.
     probes: int = 20
     iterations: int = 8
