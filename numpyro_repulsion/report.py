@@ -20,6 +20,7 @@ from numpyro_repulsion.diagnostics import KNOWN, MODES, SHORT, ensemble_ess, ens
 from numpyro_repulsion.findings import (
     LARGE_BIAS,
     MAX_FLAGGED,
+    MAX_CLIPPING_SHIFT,
     MAX_MEAN_SHIFT,
     MAX_SHIFT,
     Diagnosis,
@@ -197,7 +198,7 @@ def diagnosis_of(run: Any, posterior: Any) -> Diagnosis:
 
 def _of_clipping(attributes):
     shift = float(attributes["clipping_shift"])
-    if shift <= MAX_MEAN_SHIFT:
+    if shift <= MAX_CLIPPING_SHIFT:
         return []
     message = f"Long gradients were clipped, which shifts posterior means by up to about {shift:.2g} posterior sds."
     remedy = "Reparameterize: at some of the draws, the potential is far steeper than at others."

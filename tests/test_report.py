@@ -303,7 +303,7 @@ SAID = {
             {"num_flagged_updates": 3, "share_flagged": 1e-4, "step_size_measured": "false"},
         ),
         ("flagged_updates", "error", 300.0, NOISE, {"num_flagged_updates": 300, "share_flagged": 0.01}),
-        ("clipped_gradients", "warning", 0.2, NOISE, {"clipping_shift": 0.2}),
+        ("clipped_gradients", "warning", 0.3, NOISE, {"clipping_shift": 0.3}),
         ("clipped_gradients", "error", 0.7, NOISE, {"clipping_shift": 0.7}),
         ("other_data", "warning", None, NOISE, {"findings": of_warmup("other_data"), "other_data": "true"}),
         ("optimizer", "note", None, NOISE, {"is_sampler": "false"}),
