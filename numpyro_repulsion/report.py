@@ -19,8 +19,8 @@ from numpyro_repulsion.checks import boolean
 from numpyro_repulsion.diagnostics import KNOWN, MODES, SHORT, ensemble_ess, ensemble_mcse, nested_rhat, why_unknown
 from numpyro_repulsion.findings import (
     LARGE_BIAS,
-    MAX_FLAGGED,
     MAX_CLIPPING_SHIFT,
+    MAX_FLAGGED,
     MAX_MEAN_SHIFT,
     MAX_SHIFT,
     Diagnosis,
