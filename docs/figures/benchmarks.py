@@ -250,7 +250,7 @@ def real():
         for kernel, color, shift in (("SGLD", BLUE, 0.12), ("SGHMC", ORANGE, -0.12)):
             mine = [row for row in found if row["kernel"] == kernel]
             y = [shift - order.index(row["problem"]) for row in mine]
-            flagged = [bool({"not_mixed", "separate_modes"} & set(row["findings"])) for row in mine]
+            flagged = [bool({"not_mixed", "separate_modes", "rounding"} & set(row["findings"])) for row in mine]
             face = ["none" if flag else color for flag in flagged]
             ax.scatter([row[key][0] for row in mine], y, s=22, facecolors=face, edgecolors=color, lw=1)
         ax.axvline(0.15 if key == "mean" else 0.1, color="0.5", lw=1, ls="--")
@@ -259,7 +259,7 @@ def real():
     axes[0].annotate("target", (0.152, -6.3), color="0.4", fontsize=8)
     axes[1].annotate("SGLD", (0.17, -0.3), color=BLUE)
     axes[1].annotate("SGHMC", (0.17, -1.0), color=ORANGE)
-    axes[1].annotate("hollow: flagged as\nnot mixed", (0.17, -2.3), color="0.4", fontsize=8)
+    axes[1].annotate("hollow: flagged as not\nmixed, or as rounded", (0.17, -2.3), color="0.4", fontsize=8)
     return figure
 
 
