@@ -19,7 +19,7 @@ MAX_SHIFT = 0.25
 #: What shifts a mean by more of its standard deviations is named: inexact integrals over latent variables of rows, and
 #: rounded gradients. Five times as much is an error, of clipped gradients too.
 MAX_MEAN_SHIFT = 0.1
-#: The bound on the shift by clipped gradients above which it is named: it was 3 to 6 times the shift.
+#: The bound on the shift by clipped gradients above which it is named: several times the shift where that was measured.
 MAX_CLIPPING_SHIFT = 0.25
 #: A step that inflates variances by more is an error, however short the run is.
 LARGE_BIAS = 0.2
