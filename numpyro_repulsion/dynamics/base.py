@@ -96,6 +96,11 @@ class Dynamics:
         is the mean variance of the gradient over all directions."""
         return cloud
 
+    def heat(self, step_size: Float[AnyArray, ""], noise: Float[AnyArray, " d"]) -> Float[AnyArray, " d"] | None:
+        """Return how much gradient noise of a variance, along each coordinate, adds to the injected noise, as a share
+        of it, if ``K = I``; ``None`` where that is not known."""
+        return None
+
     def hamiltonian(self, cloud: Cloud) -> Float[Array, "*particles"] | None:
         """Return H, the potential energy with that of the momenta, ``(..., L)``; ``None`` without momenta."""
         return None

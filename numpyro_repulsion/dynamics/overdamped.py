@@ -76,6 +76,9 @@ class Overdamped(Dynamics):
         # With any other K the bias of averaged noise is smaller than that of Euler's step, which bounds it.
         return AveragedError(coupling) if is_second_order else EulerError(coupling)
 
+    def heat(self, step_size, noise):
+        return step_size * noise / (2.0 * self.temperature) if self.is_sampler else None
+
     def allows_jumps(self, interacts):
         return super().allows_jumps(interacts) and not (interacts and self.averages_noise(False))
 

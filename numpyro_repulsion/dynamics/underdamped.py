@@ -159,6 +159,12 @@ class Underdamped(_Momenta):
     def kinetic_temperature(self, memory):
         return super().kinetic_temperature(memory) if self.kinetic is None else None
 
+    def heat(self, step_size, noise):
+        if self.kinetic is not None or not self.is_sampler:
+            return None
+        # By how far an impulse sends a particle before friction stops it: a kick acts half a drift before the noise.
+        return step_size**2 * noise / (4.0 * self.temperature) / jnp.tanh(self.friction * step_size / 2.0)
+
     def init(self, key, z, energy_and_grad, couple):
         white = couple(z).white_noise(key, z)
         if self.kinetic is None or not self.is_sampler:

@@ -16,6 +16,8 @@ from numpyro_repulsion.checks import positive
 from numpyro_repulsion.noise import normal
 from numpyro_repulsion.rounding import AnyArray, matmul
 
+#: The largest share of the injected noise that gradient noise takes the place of.
+MOST_REPLACED = 0.7
 #: The smallest bandwidth, divided by the variance of a coordinate. With many particles on a line, repulsion would
 #: otherwise change over the distance of neighbors, and a step short enough to follow it would hardly move them.
 NARROWEST = 0.1
@@ -71,6 +73,13 @@ class Coupling(NamedTuple):
     def white_noise(self, key: jax.Array, u: Float[Array, "*particles d"]) -> Float[Array, "*particles d"]:
         """Return standard normal noise for particles, balanced if the interaction balances it."""
         return normal(key, u.shape, u.dtype) if self.white is None else self.white(key)
+
+    def with_less_noise(self, share: Float[AnyArray, " d"], u: Float[Array, "*particles d"]) -> Coupling:
+        """Return the coupling whose noise lacks a share of its variance along each coordinate, up to `MOST_REPLACED`."""
+        scale = jnp.sqrt(1.0 - jnp.minimum(share, MOST_REPLACED))
+        return self._replace(
+            draw=lambda key: scale * self.draw(key), white=lambda key: scale * self.white_noise(key, u)
+        )
 
     @staticmethod
     def of_figures(

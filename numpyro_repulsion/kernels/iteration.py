@@ -269,6 +269,7 @@ class CloudMover:
         has_hessian = reference is not None and reference.hessian is not None
         # Of the one gradient that a step evaluates, outside of loops.
         cloud, cut_off = now.cloud, [jnp.zeros_like(now.cut_off)]
+        step_size = self.step_size(learned, now.num_updates)
 
         def clipped(u):
             energy, gradient = energy_and_grad(gradient_key, u)
@@ -281,8 +282,8 @@ class CloudMover:
             noise_key,
             cloud,
             clipped,
-            lambda u: interaction.couple(u, learned.bandwidth),
-            self.step_size(learned, now.num_updates),
+            lambda u: self._coupling(interaction, u, learned, step_size),
+            step_size,
         )
         turns = jnp.zeros_like(now.has_turned)
         if not self.plan.is_noisy or has_hessian:
@@ -291,6 +292,12 @@ class CloudMover:
         cloud, is_rejected = reject_nonfinite(cloud, self.layout(cloud.z).place(proposal))
         total = now.cut_off + jnp.where(is_rejected, 0.0, cut_off[-1])
         return Progress(cloud, now.num_updates + 1, now.flagged + (is_rejected | turns), total, turns)
+
+    def _coupling(self, interaction, u, learned, step_size):
+        """Return the coupling of the cloud, whose noise leaves room for that of the gradient where it is known."""
+        coupling, noise = interaction.couple(u, learned.bandwidth), learned.gradient_noise
+        heat = None if noise is None else self.dynamics.heat(step_size, noise)
+        return coupling if heat is None or not coupling.is_identity else coupling.with_less_noise(heat, u)
 
     def with_references(self, cloud: Cloud, learned: Learned) -> Learned:
         """Renew each particle's own reference, if its epoch is over or the data changed; reject a common one

@@ -135,7 +135,8 @@ class WarmupMover(CloudMover):
                 if self.plan.is_noisy
                 else length_limit(jnp.fmax(now.moments.variances(), 1.0))
             )
-        return Learned(now.preconditioner, now.centering, now.step_size, now.bandwidth, limit, now.reference, now.jumps)
+        learned = Learned(now.preconditioner, now.centering, now.step_size, now.bandwidth, limit, now.reference)
+        return learned._replace(gradient_noise=now.gradient_noise, jumps=now.jumps)
 
     def _arrival_update(self, key, share_done, carry, warmup):
         """Make one update of arriving particles, each by itself unless their arrival is prolonged."""

@@ -241,6 +241,8 @@ class Learned(NamedTuple):
     - **gradient_limit** - from where gradients are clipped: their length, or with minibatches each coordinate; ``None``
       if their usual size is unknown.
     - **reference** - the reference points of control variates.
+    - **gradient_noise** - with the preconditioner of an arrow, the variance of minibatch gradients along each whitened
+      coordinate, to which updates add only what the injected noise lacks, ``(d,)``.
     - **jumps** - the state of the kernel's ``moves``, or of jumps that switched themselves on.
     - **packed** - the entries of :class:`MeasuredFigures` and :class:`WarmupDiagnosis` as one array, because each leaf
       of a state costs time in every iteration, negative where unknown; ``None`` if nothing was measured.
@@ -255,6 +257,7 @@ class Learned(NamedTuple):
     bandwidth: Float[AnyArray, ""]
     gradient_limit: Float[AnyArray, ...] | None = None
     reference: Reference | None = None
+    gradient_noise: Float[AnyArray, " d"] | None = None
     jumps: JumpsState | None = None
     packed: Float[AnyArray, " _"] | None = None
     posterior_id: Integer[AnyArray, 4] | None = None

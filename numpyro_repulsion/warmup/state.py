@@ -68,6 +68,12 @@ class WarmupPlan(NamedTuple):
         return self.budget is not None or self.has_reference
 
     @property
+    def replaces_noise(self) -> bool:
+        """Whether known gradient noise takes the place of injected noise, if the dynamics can tell how much; of
+        thousands of effects, whose bias adds up."""
+        return self.kind == "arrow" and self.budget is not None and self.sweep is None
+
+    @property
     def can_prolong(self) -> bool:
         """Whether the arrival may be prolonged: if scales are learned, and minibatches have common control variates, by
         which warmup decides it. Where each particle has control variates of its own, they remove noise anywhere."""
@@ -152,8 +158,8 @@ class WarmupState(NamedTuple):
       on each other.
     - **measurements** - curvature and noise since the scales last changed.
     - **symptoms** - symptoms of a posterior that no linear scale suits; ``None`` if the step is not measured.
-    - **preconditioner**, **bandwidth**, **reference**, **centering**, **jumps**, **posterior_id**,
-      **data_fingerprint** - as in :class:`~numpyro_repulsion.warmup.Learned`, so far; the last one as a pair.
+    - **preconditioner**, **bandwidth**, **reference**, **centering**, **gradient_noise**, **jumps**,
+      **posterior_id**, **data_fingerprint** - as in :class:`~numpyro_repulsion.warmup.Learned`, so far; the last one as a pair.
     """
 
     iteration: Integer[AnyArray, ""]
@@ -173,6 +179,7 @@ class WarmupState(NamedTuple):
     bandwidth: Float[AnyArray, ""]
     reference: Reference | None
     symptoms: Symptoms | None
+    gradient_noise: Float[AnyArray, " d"] | None = None
     jumps: JumpsState | None = None
     posterior_id: Integer[AnyArray, 4] | None = None
     data_fingerprint: tuple[Float[AnyArray, " d"], Float[AnyArray, ""]] | None = None
@@ -263,6 +270,7 @@ class WarmupState(NamedTuple):
             bandwidth=bandwidth,
             reference=reference,
             symptoms=Symptoms.empty(particles, dimension, dtype) if plan.budget else None,
+            gradient_noise=jnp.zeros(dimension, dtype) if plan.replaces_noise else None,
             **others,
         )
 

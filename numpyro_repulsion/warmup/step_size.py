@@ -39,6 +39,10 @@ class StepConstants:
     least: float = 20.0
     #: The share of the limit of stability at typical particles up to which a short run may raise the step.
     stable: float = 0.5
+    #: The share of known gradient noise that counts as unknown: of the direction with the most noise, and of the mean,
+    #: in which errors of thousands of coordinates cancel.
+    unknown: float = 0.5
+    unknown_mean: float = 0.2
     #: The step if nothing could be measured, as for particles that do not move, in steps of the arrival.
     cautious: float = 0.1
 
@@ -94,6 +98,8 @@ def update_step_size(rng: Generator, window: Window, warmup: WarmupState, cloud:
     found = _measured(rng, window, warmup, cloud, sampler)
     if sampler.plan.budget is None:
         return found, cloud
+    if sampler.plan.replaces_noise:
+        found = found._replace(gradient_noise=_known_noise(rng, window, warmup, found, cloud, sampler))
     found = _with_step_size(rng, window, found, cloud, sampler)
     return found, sampler.settled(cloud, found.step_size, found.isotropic_noise)
 
@@ -126,6 +132,23 @@ def _measured(rng, window, warmup, cloud, sampler):
         order = np.asarray(_best_order(warmup, cloud, sampler, orders), np.int32)
         warmup = warmup._replace(reference=warmup.reference._replace(order=order))
     return warmup
+
+
+def _known_noise(rng, window, before, warmup, cloud, sampler):
+    """Return the variance of the gradient noise along each coordinate, as the mean since the scales were frozen; zeros
+    while they change, and where the dynamics cannot make use of it."""
+    nothing, coupling = np.zeros_like(before.gradient_noise), sampler.couple(cloud.z, warmup.bandwidth)
+    if window.is_adapting or not coupling.is_identity or sampler.dynamics.heat(1.0, nothing) is None:
+        return nothing
+    points, gradients = without_lost(rng, cloud.z, warmup, sampler)
+    noise = np.maximum(noise_by_coordinate(rng, points, gradients, STEP.pairs, warmup.order).mean(0), 0.0)
+    if warmup.order != before.order or not before.gradient_noise.any():
+        return noise
+    return before.gradient_noise + (noise - before.gradient_noise) / warmup.measurements.number
+
+
+def _is_known(warmup):
+    return warmup.gradient_noise is not None and warmup.gradient_noise.any()
 
 
 def _unit_of_adam(warmup):
@@ -211,7 +234,8 @@ def _with_step_size(rng, window, warmup, cloud, sampler):
     plan, dynamics, size = sampler.plan, sampler.dynamics, cloud.potential_energy.size
     coupling = sampler.couple(cloud.z, warmup.bandwidth)
     error, variance = dynamics.step_error(coupling), warmup.largest_variance(dynamics)
-    noise = window.annealed_share * warmup.noise, window.annealed_share * warmup.isotropic_noise
+    shares = (STEP.unknown, STEP.unknown_mean) if _is_known(warmup) else 2 * (window.annealed_share,)
+    noise = shares[0] * warmup.noise, shares[1] * warmup.isotropic_noise
     # Whitened by the mean curvature, some direction has one of 1, even if lost particles make the variance huge.
     whitened = np.minimum(variance, 1.0) if plan.is_noisy and plan.kind is not None else variance
     stats = _stats(warmup, noise, whitened, coupling, sampler)
