@@ -23,6 +23,7 @@ from numpyro_repulsion.warmup.curvature import (
 )
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner, inverse_root
 from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
+from numpyro_repulsion.warmup.step_size import STEP
 from numpyro_repulsion.warmup.windows import FREEZE, Window
 
 
@@ -269,7 +270,9 @@ def _allowed_noise(warmup, cloud, sampler):
     step_size = longest(curvature, 0.0)
     remaining = error.remaining_noise(step_size, CurvatureStats(curvature, curvature, 1.0, 0.0, sampler.plan.sweep))
     tiny = np.finfo(cloud.z.dtype).eps
-    return longest(tiny, 1.0) / step_size / remaining
+    # Of known noise, only a share counts (`step_size.py`).
+    known = sampler.plan.replaces_noise and sampler.dynamics.heat(1.0, 1.0) is not None
+    return longest(tiny, 1.0) / step_size / remaining / (STEP.unknown if known else 1.0)
 
 
 def _changed(warmup, cloud, change):

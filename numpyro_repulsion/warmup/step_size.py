@@ -147,10 +147,6 @@ def _known_noise(rng, window, before, warmup, cloud, sampler):
     return before.gradient_noise + (noise - before.gradient_noise) / warmup.measurements.number
 
 
-def _is_known(warmup):
-    return warmup.gradient_noise is not None and warmup.gradient_noise.any()
-
-
 def _unit_of_adam(warmup):
     """Return the unit of Adam's rates as steps, which they lack: the smallest variance of a coordinate."""
     variances = warmup.moments.variances()
@@ -190,22 +186,41 @@ def _longest_within_bias(rng, window, warmup, cloud, sampler, error, stats, need
     :param needed: the step that a short run needs, whose bias may move scales of effects as far as no finding names.
     """
     tolerance, of_any = (f(error, warmup.order) for f in (sampler.plan.tolerance, sampler.plan.tolerance_of_any))
-    of_all = stats._replace(noise=stats.isotropic_noise)
-    longest = error.max_step_for_bias(of_any, stats)
-    if of_any > tolerance:
-        # As a mean over all directions, the bias is within the tolerance.
-        longest = np.minimum(longest, error.max_step_for_bias(tolerance, of_all))
-    if window.is_adapting or sampler.plan.kind != "arrow":
-        return longest
-    # The bias of thousands of effects, which is that of the mean noise, adds up to a shift of their scale.
-    points, gradients = without_lost(rng, cloud.z, warmup, sampler)
-    noise = noise_by_coordinate(rng, points, gradients, STEP.pairs, warmup.order).mean(0)
-    sds = np.sqrt(warmup.moments.variances())
-    shift = collective_shift(rng, points, np.where(np.isfinite(sds), sds, 1.0), noise, gradients)
-    if tolerance * shift <= STEP.shift:
-        return longest
-    within, most = (error.max_step_for_bias(limit / shift, of_all) for limit in (STEP.shift, MAX_SHIFT))
-    return np.minimum(longest, np.maximum(within, np.minimum(needed, most)))
+    shift = 0.0
+    if not window.is_adapting and sampler.plan.kind == "arrow":
+        # The bias of thousands of effects, which is that of the mean noise, adds up to a shift of their scale.
+        points, gradients = without_lost(rng, cloud.z, warmup, sampler)
+        noise = noise_by_coordinate(rng, points, gradients, STEP.pairs, warmup.order).mean(0)
+        sds = np.sqrt(warmup.moments.variances())
+        shift = collective_shift(rng, points, np.where(np.isfinite(sds), sds, 1.0), noise, gradients)
+
+    def longest(stats):
+        of_all = stats._replace(noise=stats.isotropic_noise)
+        longest = error.max_step_for_bias(of_any, stats)
+        if of_any > tolerance:
+            # As a mean over all directions, the bias is within the tolerance.
+            longest = np.minimum(longest, error.max_step_for_bias(tolerance, of_all))
+        if tolerance * shift <= STEP.shift:
+            return longest
+        within, most = (error.max_step_for_bias(limit / shift, of_all) for limit in (STEP.shift, MAX_SHIFT))
+        return np.minimum(longest, np.maximum(within, np.minimum(needed, most)))
+
+    if not _is_known(warmup):
+        return longest(stats)
+    # Where noise no longer keeps steps short, stiffer places than the particles have seen may.
+    most = STEP.stable * error.stability_limit(stats)
+    return np.maximum(longest(stats), np.minimum(longest(_without_known(stats)), most))
+
+
+def _is_known(warmup):
+    """Whether known gradient noise takes the place of injected noise."""
+    return warmup.gradient_noise is not None and warmup.gradient_noise.any()
+
+
+def _without_known(stats):
+    """Return the statistics with only the gradient noise that counts as unknown."""
+    noise, mean = STEP.unknown * stats.noise, STEP.unknown_mean * stats.isotropic_noise
+    return stats._replace(noise=noise, isotropic_noise=mean)
 
 
 def _gains_draws(window, warmup, sampler):
@@ -234,8 +249,7 @@ def _with_step_size(rng, window, warmup, cloud, sampler):
     plan, dynamics, size = sampler.plan, sampler.dynamics, cloud.potential_energy.size
     coupling = sampler.couple(cloud.z, warmup.bandwidth)
     error, variance = dynamics.step_error(coupling), warmup.largest_variance(dynamics)
-    shares = (STEP.unknown, STEP.unknown_mean) if _is_known(warmup) else 2 * (window.annealed_share,)
-    noise = shares[0] * warmup.noise, shares[1] * warmup.isotropic_noise
+    noise = window.annealed_share * warmup.noise, window.annealed_share * warmup.isotropic_noise
     # Whitened by the mean curvature, some direction has one of 1, even if lost particles make the variance huge.
     whitened = np.minimum(variance, 1.0) if plan.is_noisy and plan.kind is not None else variance
     stats = _stats(warmup, noise, whitened, coupling, sampler)
@@ -264,6 +278,8 @@ def _with_step_size(rng, window, warmup, cloud, sampler):
         unit = 1.0 if warmup.arrival.adam is None or plan.kind else _unit_of_adam(warmup)
         of_arrival = unit * np.exp(np.log(warmup.arrival.step_size).mean())
         step_size = error.from_overdamped_step(STEP.cautious * of_arrival)
+    if _is_known(warmup):
+        stats = _without_known(stats)
     bias, mean_bias, effective_draws = (
         UNKNOWN if np.isnan(x) else x
         for x in (error.bias(step_size, stats), error.mean_bias(step_size, stats), step_size * of_widest)
