@@ -46,6 +46,14 @@ def parsed(text):
 
 MUTANTS = list(
     parsed(r"""
+known noise added to all of the injected noise | kernels/iteration.py | test_known_noise | inject
+-return coupling if heat is None or not coupling.is_identity else coupling.with_less_noise(heat, u)
++return coupling
+
+known noise of momenta without their half steps | dynamics/underdamped.py | test_known_noise | variances
+-return step_size**2 * noise / (4.0 * self.temperature) / jnp.tanh(self.friction * step_size / 2.0)
++return step_size * noise / (2.0 * self.temperature * self.friction)
+
 products as accelerators round them | rounding.py | test_rounding | iteration
 -return jnp.matmul(a, b, precision=FULL) if
 +return jnp.matmul(a, b) if

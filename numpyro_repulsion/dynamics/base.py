@@ -142,6 +142,12 @@ def reject_nonfinite(cloud: Cloud, proposal: Cloud) -> tuple[Cloud, Bool[Array, 
     return select(finite, proposal, cloud), ~finite
 
 
+def most_gained(dimension: int, dynamics: Dynamics) -> float:
+    """Return how much energy a particle with momenta may gain in one update."""
+    # Noise alone adds energy with a standard deviation of up to the square root of the dimension.
+    return (20.0 + 5.0 * dimension**0.5) * (dynamics.temperature or 1.0)
+
+
 def turn_back(
     cloud: Cloud, proposal: Cloud, dynamics: Dynamics, has_turned: Bool[Array, "*particles"]
 ) -> tuple[Cloud, Bool[Array, "*particles"]]:
@@ -157,9 +163,7 @@ def turn_back(
     before, after = dynamics.hamiltonian(cloud), dynamics.hamiltonian(proposal)
     if before is None or after is None:
         return proposal, jnp.zeros(proposal.potential_energy.shape, bool)
-    # Noise alone adds energy with a standard deviation of up to the square root of the dimension.
-    limit = 20.0 + 5.0 * cloud.z.shape[-1] ** 0.5
-    gains = (after - before > limit * (dynamics.temperature or 1.0)) & ~has_turned
+    gains = (after - before > most_gained(cloud.z.shape[-1], dynamics)) & ~has_turned
     return select(gains, dynamics.turned(cloud), proposal), gains
 
 

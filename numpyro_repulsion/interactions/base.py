@@ -75,7 +75,7 @@ class Coupling(NamedTuple):
         return normal(key, u.shape, u.dtype) if self.white is None else self.white(key)
 
     def with_less_noise(self, share: Float[AnyArray, " d"], u: Float[Array, "*particles d"]) -> Coupling:
-        """Return the coupling whose noise lacks a share of its variance along each coordinate, up to `MOST_REPLACED`."""
+        """Return the coupling whose noise lacks a share of its variance in each coordinate, up to `MOST_REPLACED`."""
         scale = jnp.sqrt(1.0 - jnp.minimum(share, MOST_REPLACED))
         return self._replace(
             draw=lambda key: scale * self.draw(key), white=lambda key: scale * self.white_noise(key, u)

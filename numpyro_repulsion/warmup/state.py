@@ -159,7 +159,8 @@ class WarmupState(NamedTuple):
     - **measurements** - curvature and noise since the scales last changed.
     - **symptoms** - symptoms of a posterior that no linear scale suits; ``None`` if the step is not measured.
     - **preconditioner**, **bandwidth**, **reference**, **centering**, **gradient_noise**, **jumps**,
-      **posterior_id**, **data_fingerprint** - as in :class:`~numpyro_repulsion.warmup.Learned`, so far; the last one as a pair.
+      **posterior_id**, **data_fingerprint** - as in :class:`~numpyro_repulsion.warmup.Learned`, so far; the last one as
+      a pair.
     """
 
     iteration: Integer[AnyArray, ""]

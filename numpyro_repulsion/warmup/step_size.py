@@ -9,6 +9,7 @@ import numpy as np
 from numpy.random import Generator
 
 from numpyro_repulsion.dynamics import Cloud
+from numpyro_repulsion.dynamics.base import most_gained
 from numpyro_repulsion.findings import MAX_SHIFT
 from numpyro_repulsion.warmup.arrival import without_lost
 from numpyro_repulsion.warmup.curvature import (
@@ -43,6 +44,10 @@ class StepConstants:
     #: in which errors of thousands of coordinates cancel.
     unknown: float = 0.5
     unknown_mean: float = 0.2
+    #: Known noise lengthens steps until a kick of so many times what one in ten exceeds turns a particle back. Of
+    #: 10,000 areas of counts one has 3.4 times that in 0.8 % of the updates; of 2,000 persons who answer 100 items one
+    #: has 4.9 times that in 0.24 %.
+    rare: float = 7.0
     #: The step if nothing could be measured, as for particles that do not move, in steps of the arrival.
     cautious: float = 0.1
 
@@ -186,7 +191,7 @@ def _longest_within_bias(rng, window, warmup, cloud, sampler, error, stats, need
     :param needed: the step that a short run needs, whose bias may move scales of effects as far as no finding names.
     """
     tolerance, of_any = (f(error, warmup.order) for f in (sampler.plan.tolerance, sampler.plan.tolerance_of_any))
-    shift = 0.0
+    shift = np.zeros(())
     if not window.is_adapting and sampler.plan.kind == "arrow":
         # The bias of thousands of effects, which is that of the mean noise, adds up to a shift of their scale.
         points, gradients = without_lost(rng, cloud.z, warmup, sampler)
@@ -207,8 +212,12 @@ def _longest_within_bias(rng, window, warmup, cloud, sampler, error, stats, need
 
     if not _is_known(warmup):
         return longest(stats)
-    # Where noise no longer keeps steps short, stiffer places than the particles have seen may.
+    # Where noise no longer keeps steps short, stiffer places than the particles have seen may, ...
     most = STEP.stable * error.stability_limit(stats)
+    if sampler.dynamics.hamiltonian(cloud) is not None:
+        # ... and rare kicks, which would turn particles back.
+        kick = np.sqrt(2.0 * most_gained(cloud.z.shape[-1], sampler.dynamics))
+        most = np.minimum(most, kick / (STEP.rare * max(warmup.extreme_noise, 1e-6)))
     return np.maximum(longest(stats), np.minimum(longest(_without_known(stats)), most))
 
 
