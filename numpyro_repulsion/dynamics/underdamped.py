@@ -110,7 +110,8 @@ class Underdamped(_Momenta):
     If ``K = I``, an update is BAOAB (half a kick, half a drift, friction and noise, half a drift, half a kick), with a
     bias of second order in ε. Otherwise it is half a kick, friction and noise, half a kick, and a drift by ``K m``, of
     first order if K depends on the positions. Friction and noise are exact for any ε. Minibatch noise of variance V
-    heats the momenta by ``εV / (2C)`` of T, for long steps by more, times the mean diagonal of K².
+    heats the momenta by ``εV / (2C)`` of T, for long steps by more, times the mean diagonal of K²; if V is known and
+    ``K = I``, as with the preconditioner of an arrow, the injected noise is as much smaller.
 
     ``step_size`` is a time step: ε moves a particle about as far as a step ``ε²/2`` of
     :class:`~numpyro_repulsion.dynamics.Overdamped`.
