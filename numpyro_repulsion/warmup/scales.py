@@ -23,7 +23,7 @@ from numpyro_repulsion.warmup.curvature import (
 )
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner, inverse_root
 from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
-from numpyro_repulsion.warmup.step_size import STEP
+from numpyro_repulsion.warmup.step_size import STEP, lengthens_steps
 from numpyro_repulsion.warmup.windows import FREEZE, Window
 
 
@@ -260,7 +260,8 @@ def _num_independent(cloud, plan):
 
 def _allowed_noise(warmup, cloud, sampler):
     """Return the gradient noise whose bias is within the tolerance at the longest step that the curvature allows."""
-    error = sampler.dynamics.step_error(sampler.couple(cloud.z, warmup.bandwidth))
+    coupling = sampler.couple(cloud.z, warmup.bandwidth)
+    error = sampler.dynamics.step_error(coupling)
     curvature = np.maximum(warmup.measurements.high_curvature, 1.0)
     tolerance = sampler.plan.tolerance_of_any(error, warmup.order)
 
@@ -270,9 +271,9 @@ def _allowed_noise(warmup, cloud, sampler):
     step_size = longest(curvature, 0.0)
     remaining = error.remaining_noise(step_size, CurvatureStats(curvature, curvature, 1.0, 0.0, sampler.plan.sweep))
     tiny = np.finfo(cloud.z.dtype).eps
-    # Of known noise, only a share counts (`step_size.py`).
-    known = sampler.plan.replaces_noise and sampler.dynamics.heat(1.0, 1.0) is not None
-    return longest(tiny, 1.0) / step_size / remaining / (STEP.unknown if known else 1.0)
+    # Of known noise only a share counts.
+    unknown = STEP.unknown if lengthens_steps(cloud, coupling, sampler) else 1.0
+    return longest(tiny, 1.0) / step_size / remaining / unknown
 
 
 def _changed(warmup, cloud, change):

@@ -11,6 +11,7 @@ from numpy.random import Generator
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.dynamics.base import most_gained
 from numpyro_repulsion.findings import MAX_SHIFT
+from numpyro_repulsion.interactions import Coupling
 from numpyro_repulsion.warmup.arrival import without_lost
 from numpyro_repulsion.warmup.curvature import (
     CURVATURE,
@@ -103,7 +104,7 @@ def update_step_size(rng: Generator, window: Window, warmup: WarmupState, cloud:
     found = _measured(rng, window, warmup, cloud, sampler)
     if sampler.plan.budget is None:
         return found, cloud
-    if sampler.plan.replaces_noise:
+    if found.gradient_noise is not None:
         found = found._replace(gradient_noise=_known_noise(rng, window, warmup, found, cloud, sampler))
     found = _with_step_size(rng, window, found, cloud, sampler)
     return found, sampler.settled(cloud, found.step_size, found.isotropic_noise)
@@ -143,7 +144,7 @@ def _known_noise(rng, window, before, warmup, cloud, sampler):
     """Return the variance of the gradient noise along each coordinate, as the mean since the scales were frozen; zeros
     while they change, and where the dynamics cannot make use of it."""
     nothing, coupling = np.zeros_like(before.gradient_noise), sampler.couple(cloud.z, warmup.bandwidth)
-    if window.is_adapting or not coupling.is_identity or sampler.dynamics.heat(1.0, nothing) is None:
+    if window.is_adapting or not _replaces_noise(coupling, sampler):
         return nothing
     points, gradients = without_lost(rng, cloud.z, warmup, sampler)
     noise = np.maximum(noise_by_coordinate(rng, points, gradients, STEP.pairs, warmup.order).mean(0), 0.0)
@@ -210,15 +211,22 @@ def _longest_within_bias(rng, window, warmup, cloud, sampler, error, stats, need
         within, most = (error.max_step_for_bias(limit / shift, of_all) for limit in (STEP.shift, MAX_SHIFT))
         return np.minimum(longest, np.maximum(within, np.minimum(needed, most)))
 
-    if not _is_known(warmup):
+    if not _is_known(warmup) or sampler.dynamics.hamiltonian(cloud) is None:
         return longest(stats)
-    # Where noise no longer keeps steps short, stiffer places than the particles have seen may, ...
-    most = STEP.stable * error.stability_limit(stats)
-    if sampler.dynamics.hamiltonian(cloud) is not None:
-        # ... and rare kicks, which would turn particles back.
-        kick = np.sqrt(2.0 * most_gained(cloud.z.shape[-1], sampler.dynamics))
-        most = np.minimum(most, kick / (STEP.rare * max(warmup.extreme_noise, 1e-6)))
+    # Rare kicks should not turn them back.
+    kick = np.sqrt(2.0 * most_gained(cloud.z.shape[-1], sampler.dynamics)) / STEP.rare
+    most = np.minimum(STEP.stable * error.stability_limit(stats), kick / max(warmup.extreme_noise, 1e-6))
     return np.maximum(longest(stats), np.minimum(longest(_without_known(stats)), most))
+
+
+def lengthens_steps(cloud: Cloud, coupling: Coupling, sampler: Sampler) -> bool:
+    """Whether known noise may lengthen steps: they meet stiffer places than the particles have seen, and only those
+    with momenta turn back there."""
+    return _replaces_noise(coupling, sampler) and sampler.dynamics.hamiltonian(cloud) is not None
+
+
+def _replaces_noise(coupling, sampler):
+    return coupling.is_identity and sampler.plan.replaces_noise and sampler.dynamics.heat(1.0, 1.0) is not None
 
 
 def _is_known(warmup):

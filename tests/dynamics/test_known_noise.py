@@ -119,6 +119,7 @@ def test_known_noise_is_the_mean_of_what_was_measured():
             couple=lambda u, bandwidth: Coupling.of_figures(1.0, 1.0, is_identity),
             gradients=lambda warmup: gradients(scale),
             dynamics=Overdamped() if dynamics is None else dynamics,
+            plan=SimpleNamespace(replaces_noise=True),
         )
         window, cloud = Window(Timetable(100), ends), SimpleNamespace(z=u)
         return step_size_module._known_noise(generator(), window, one, other, cloud, sampler)
@@ -164,7 +165,6 @@ def test_effects_are_as_wide_as_by_quadrature(kernel, monkeypatch):
     state, variances = mcmc.last_state, exact_variances(**known)
     noise = np.asarray(state.learned.gradient_noise)
     heat = np.mean(mcmc.sampler.dynamics.heat(state.learned.step_size, noise))
-    assert heat > 0.02
 
     def inflation():
         """The mean over the effects, and its standard error over twenty parts of the run."""
@@ -185,17 +185,20 @@ def test_effects_are_as_wide_as_by_quadrature(kernel, monkeypatch):
 
 
 @pytest.mark.slow
-def test_known_noise_lengthens_the_step(monkeypatch):
+def test_known_noise_lengthens_steps_that_can_turn_back(monkeypatch):
     known = data(600)
 
     def learned(kernel):
         mcmc = run(kernel, num_warmup=200, num_samples=1, num_chains=20, **known)
         return mcmc.last_state.learned
 
-    found, constants = learned(SGLD(counts)), step_size_module.STEP
-    assert found.gradient_noise.shape == (601,) and (found.gradient_noise > 0).mean() > 0.9
+    found, constants = (learned(kernel(counts)) for kernel in (SGLD, SGHMC)), step_size_module.STEP
+    overdamped, with_momenta = found
+    for one in (overdamped, with_momenta):
+        assert one.gradient_noise.shape == (601,) and (one.gradient_noise > 0).mean() > 0.9
     monkeypatch.setattr(step_size_module, "STEP", replace(constants, unknown=1.0, unknown_mean=1.0))
-    assert learned(SGLD(counts)).step_size < 0.7 * found.step_size
+    assert learned(SGHMC(counts)).step_size < 0.7 * with_momenta.step_size
+    assert learned(SGLD(counts)).step_size == overdamped.step_size
     for kernel in (SGLDR, SGNHT):
         assert not learned(kernel(counts)).gradient_noise.any()
     assert learned(SGLD(counts, preconditioner="diagonal")).gradient_noise is None
