@@ -48,7 +48,7 @@ class StepConstants:
     #: Known noise lengthens steps until a kick of so many times what one in ten exceeds turns a particle back. Of
     #: 10,000 areas of counts one has 3.4 times that in 0.8 % of the updates; of 2,000 persons who answer 100 items one
     #: has 4.9 times that in 0.24 %.
-    rare: float = 7.0
+    rare: float = 8.0
     #: The step if nothing could be measured, as for particles that do not move, in steps of the arrival.
     cautious: float = 0.1
 
