@@ -19,6 +19,7 @@ from numpyro_repulsion.diagnostics import ensemble_mcse
 from numpyro_repulsion.dynamics import CurvatureStats
 from numpyro_repulsion.gradients import ModelTarget, Particle, compiled, ravel_cloud
 from numpyro_repulsion.interactions import Coupling
+from numpyro_repulsion.interactions.base import MOST_REPLACED
 from numpyro_repulsion.kernels.halving import halved_series
 from numpyro_repulsion.kernels.runs import (
     bound_of,
@@ -31,6 +32,7 @@ from numpyro_repulsion.kernels.runs import (
 from numpyro_repulsion.warmup import MeasuredFigures, Measurements
 from numpyro_repulsion.warmup.bandwidth import measure_steepness
 from numpyro_repulsion.warmup.curvature import UNKNOWN, estimate_curvature, summarize_curvature
+from numpyro_repulsion.warmup.step_size import without_known
 
 #: Largest number of entries of one series of a segment; for larger particles only some coordinates are followed.
 MAX_ENTRIES = 2**24
@@ -375,6 +377,7 @@ def predict_bias(mcmc: MCMC, is_other: bool | None = None) -> Callable[..., tupl
     plan, step_size = bound_of(mcmc).plan(state.learned.preconditioner.kind), _step_in_use(mcmc)
     u, steepness, *figures = jax.device_get(compiled(partial(_figures, kernel), target)(state))
     coupling, known = Coupling.of_figures(*figures), jax.device_get(state.learned.figures)
+    is_replaced = state.learned.gradient_noise is not None and bool(np.any(state.learned.gradient_noise))
     if is_other or known is None or not plan.measures:
         gradient = compiled(partial(_gradient, kernel), target)
 
@@ -397,9 +400,12 @@ def predict_bias(mcmc: MCMC, is_other: bool | None = None) -> Callable[..., tupl
     def predicted(halvings=0):
         step = np.asarray(step_size / 2**halvings, u.dtype)
         with np.errstate(all="ignore"):
-            remaining = error.remaining_noise(step, stats)
-            without_curvature = CurvatureStats(0.0, 0.0, remaining, isotropic_noise=stats.isotropic_noise)
-            return float(error.bias(step, stats)), float(error.bias(step, without_curvature))
+            found = stats
+            if is_replaced:
+                found = without_known(stats, MOST_REPLACED / kernel.dynamics.heat(step, 1.0))
+            remaining = error.remaining_noise(step, found)
+            without_curvature = CurvatureStats(0.0, 0.0, remaining, isotropic_noise=found.isotropic_noise)
+            return float(error.bias(step, found)), float(error.bias(step, without_curvature))
 
     return predicted
 

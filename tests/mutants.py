@@ -51,7 +51,7 @@ known noise added to all of the injected noise | kernels/iteration.py | test_kno
 +return coupling
 
 known noise of momenta without their half steps | dynamics/underdamped.py | test_known_noise | variances
--return step_size**2 * noise / (4.0 * self.temperature) / jnp.tanh(self.friction * step_size / 2.0)
+-return step_size**2 * noise / (4.0 * self.temperature) / xp.tanh(self.friction * step_size / 2.0)
 +return step_size * noise / (2.0 * self.temperature * self.friction)
 
 products as accelerators round them | rounding.py | test_rounding | iteration

@@ -14,6 +14,7 @@ from numpyro_repulsion.checks import keep, positive
 from numpyro_repulsion.dynamics.base import Cloud, Dynamics, thermal_drift
 from numpyro_repulsion.dynamics.step_error import MomentumError, ThermostatError, UnknownError
 from numpyro_repulsion.noise import normal
+from numpyro_repulsion.rounding import xp
 
 
 class _Momenta(Dynamics):
@@ -110,8 +111,8 @@ class Underdamped(_Momenta):
     If ``K = I``, an update is BAOAB (half a kick, half a drift, friction and noise, half a drift, half a kick), with a
     bias of second order in ε. Otherwise it is half a kick, friction and noise, half a kick, and a drift by ``K m``, of
     first order if K depends on the positions. Friction and noise are exact for any ε. Minibatch noise of variance V
-    heats the momenta by ``εV / (2C)`` of T, for long steps by more, times the mean diagonal of K²; if V is known and
-    ``K = I``, as with the preconditioner of an arrow, the injected noise is as much smaller.
+    heats the momenta by ``εV / (2C)`` of T, for long steps by more, times the mean diagonal of K². Where
+    warmup knows V, the injected noise is as much smaller (``docs/minibatch-noise.md``).
 
     ``step_size`` is a time step: ε moves a particle about as far as a step ``ε²/2`` of
     :class:`~numpyro_repulsion.dynamics.Overdamped`.
@@ -164,7 +165,7 @@ class Underdamped(_Momenta):
         if self.kinetic is not None or not self.is_sampler:
             return None
         # By how far an impulse sends a particle before friction stops it: a kick acts half a drift before the noise.
-        return step_size**2 * noise / (4.0 * self.temperature) / jnp.tanh(self.friction * step_size / 2.0)
+        return step_size**2 * noise / (4.0 * self.temperature) / xp.tanh(self.friction * step_size / 2.0)
 
     def init(self, key, z, energy_and_grad, couple):
         white = couple(z).white_noise(key, z)

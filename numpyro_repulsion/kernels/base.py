@@ -203,7 +203,8 @@ class ParticleKernel(Settings, MCMCKernel):
             new = compiled(evaluate, bound.target)(position)._replace(posterior_id=jnp.asarray(posterior_id))
             if new.hessian is not None and not new.hessian.is_known:
                 new = new._replace(hessian=None)  # no arrow on these data: corrections of first order are exact too
-        return state._replace(learned=state.learned._replace(reference=new))
+        # Noise of other data would take too much of the injected noise.
+        return state._replace(learned=state.learned._replace(reference=new, gradient_noise=None))
 
     def get_diagnostics_str(self, state):
         """Return the text of the progress bar; warn of problems in the last iteration."""

@@ -135,8 +135,8 @@ class WarmupMover(CloudMover):
                 if self.plan.is_noisy
                 else length_limit(jnp.fmax(now.moments.variances(), 1.0))
             )
-        learned = Learned(now.preconditioner, now.centering, now.step_size, now.bandwidth, limit, now.reference)
-        return learned._replace(gradient_noise=now.gradient_noise, jumps=now.jumps)
+        found = Learned(now.preconditioner, now.centering, now.step_size, now.bandwidth, limit, now.reference)
+        return found._replace(jumps=now.jumps, gradient_noise=now.gradient_noise)
 
     def _arrival_update(self, key, share_done, carry, warmup):
         """Make one update of arriving particles, each by itself unless their arrival is prolonged."""
@@ -391,6 +391,7 @@ def freeze(bound: BoundSampler, how: Frozen, state: WarmupRun, judged: Judged | 
     learned = learned._replace(
         reference=reference,
         jumps=learned.jumps if has_jumps else None,
+        gradient_noise=learned.gradient_noise if order == 2 else None,
         packed=packed,
         posterior_id=warmup.posterior_id,
         data_fingerprint=None if start is None else jnp.append(*start),

@@ -241,14 +241,14 @@ class Learned(NamedTuple):
     - **gradient_limit** - from where gradients are clipped: their length, or with minibatches each coordinate; ``None``
       if their usual size is unknown.
     - **reference** - the reference points of control variates.
-    - **gradient_noise** - with the preconditioner of an arrow, the variance of minibatch gradients along each whitened
-      coordinate, to which updates add only what the injected noise lacks, ``(d,)``.
     - **jumps** - the state of the kernel's ``moves``, or of jumps that switched themselves on.
     - **packed** - the entries of :class:`MeasuredFigures` and :class:`WarmupDiagnosis` as one array, because each leaf
       of a state costs time in every iteration, negative where unknown; ``None`` if nothing was measured.
     - **posterior_id** - the identity of the data and the model, four words; zeros where it is unknown.
     - **data_fingerprint** - a start of the warmup, flat and unconstrained, followed by U there on a few rows,
       ``(d + 1,)``, which tells whether a run on data with another identity has other data; ``None`` without a warmup.
+    - **gradient_noise** - with the preconditioner of an arrow, the variance of minibatch gradients along each whitened
+      coordinate, by whose heat updates inject less noise, ``(d,)``: zeros where they do not, or ``None``.
     """
 
     preconditioner: Preconditioner
@@ -257,11 +257,11 @@ class Learned(NamedTuple):
     bandwidth: Float[AnyArray, ""]
     gradient_limit: Float[AnyArray, ...] | None = None
     reference: Reference | None = None
-    gradient_noise: Float[AnyArray, " d"] | None = None
     jumps: JumpsState | None = None
     packed: Float[AnyArray, " _"] | None = None
     posterior_id: Integer[AnyArray, 4] | None = None
     data_fingerprint: Float[AnyArray, " d"] | None = None
+    gradient_noise: Float[AnyArray, " d"] | None = None
 
     @property
     def figures(self) -> MeasuredFigures | None:

@@ -23,7 +23,6 @@ from numpyro_repulsion.warmup.curvature import (
 )
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner, inverse_root
 from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
-from numpyro_repulsion.warmup.step_size import STEP, lengthens_steps
 from numpyro_repulsion.warmup.windows import FREEZE, Window
 
 
@@ -240,7 +239,7 @@ def _num_for_curvature(cloud, plan, rank=None):
     """Return on how many minibatches of each particle to measure the curvature, for all eigenvectors or so many."""
     if not plan.is_noisy:
         return 1
-    dimension, rows = cloud.z.shape[-1], plan.minibatch_size * _num_independent(cloud, plan)
+    dimension, rows = cloud.z.shape[-1], plan.minibatch_size * plan.num_independent(cloud)
     wanted = -(-(SCALES.rows if rank is None else SCALES.rows_of_few) * dimension // rows)
     return max(1, min(wanted, SCALES.gradients // (2 * (dimension if rank is None else 2 * rank))))
 
@@ -248,20 +247,15 @@ def _num_for_curvature(cloud, plan, rank=None):
 def _num_noise_pairs(window, cloud, plan):
     """Return on how many pairs of minibatches of each particle to measure the covariance of the noise, and how many
     particles have minibatches of their own."""
-    number = _num_independent(cloud, plan)
+    number = plan.num_independent(cloud)
     few = max(1, min(-(-SCALES.draws * cloud.z.shape[-1] // number), SCALES.pairs))
     most = window.timetable.num_warmup * plan.num_steps // 100
     return max(few, min(-(-SCALES.draws_of_rows * plan.num_minibatches // number), most)), number
 
 
-def _num_independent(cloud, plan):
-    return cloud.z.shape[0] if plan.shares_minibatches else cloud.potential_energy.size
-
-
 def _allowed_noise(warmup, cloud, sampler):
     """Return the gradient noise whose bias is within the tolerance at the longest step that the curvature allows."""
-    coupling = sampler.couple(cloud.z, warmup.bandwidth)
-    error = sampler.dynamics.step_error(coupling)
+    error = sampler.dynamics.step_error(sampler.couple(cloud.z, warmup.bandwidth))
     curvature = np.maximum(warmup.measurements.high_curvature, 1.0)
     tolerance = sampler.plan.tolerance_of_any(error, warmup.order)
 
@@ -271,9 +265,7 @@ def _allowed_noise(warmup, cloud, sampler):
     step_size = longest(curvature, 0.0)
     remaining = error.remaining_noise(step_size, CurvatureStats(curvature, curvature, 1.0, 0.0, sampler.plan.sweep))
     tiny = np.finfo(cloud.z.dtype).eps
-    # Of known noise only a share counts.
-    unknown = STEP.unknown if lengthens_steps(cloud, coupling, sampler) else 1.0
-    return longest(tiny, 1.0) / step_size / remaining / unknown
+    return longest(tiny, 1.0) / step_size / remaining
 
 
 def _changed(warmup, cloud, change):

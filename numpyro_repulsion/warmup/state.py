@@ -73,6 +73,10 @@ class WarmupPlan(NamedTuple):
         thousands of effects, whose bias adds up."""
         return self.kind == "arrow" and self.budget is not None and self.sweep is None
 
+    def num_independent(self, cloud: Cloud) -> int:
+        """Return how many minibatches an update has."""
+        return cloud.z.shape[0] if self.shares_minibatches else cloud.potential_energy.size
+
     @property
     def can_prolong(self) -> bool:
         """Whether the arrival may be prolonged: if scales are learned, and minibatches have common control variates, by

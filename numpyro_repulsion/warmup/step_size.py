@@ -8,10 +8,10 @@ import jax
 import numpy as np
 from numpy.random import Generator
 
-from numpyro_repulsion.dynamics import Cloud
+from numpyro_repulsion.dynamics import Cloud, CurvatureStats, Dynamics
 from numpyro_repulsion.dynamics.base import most_gained
 from numpyro_repulsion.findings import MAX_SHIFT
-from numpyro_repulsion.interactions import Coupling
+from numpyro_repulsion.interactions.base import MOST_REPLACED
 from numpyro_repulsion.warmup.arrival import without_lost
 from numpyro_repulsion.warmup.curvature import (
     CURVATURE,
@@ -31,8 +31,10 @@ class StepConstants:
 
     #: By how many of its standard deviations the bias of many effects may move their scale.
     shift: float = 0.1
-    #: Pairs of minibatches that compare the orders of control variates, and measure that shift.
+    #: Pairs of minibatches that compare the orders of control variates, and measure that shift; and how many
+    #: differences give known noise, at least.
     pairs: int = 4
+    differences: int = 80
     #: Effective draws of each particle up to which a short run may shift the scale of many effects by more. Of n
     #: in all, R-hat of L particles is about √(1 + 2L/n), so 1.05.
     draws: float = 20.0
@@ -141,16 +143,21 @@ def _measured(rng, window, warmup, cloud, sampler):
 
 
 def _known_noise(rng, window, before, warmup, cloud, sampler):
-    """Return the variance of the gradient noise along each coordinate, as the mean since the scales were frozen; zeros
-    while they change, and where the dynamics cannot make use of it."""
-    nothing, coupling = np.zeros_like(before.gradient_noise), sampler.couple(cloud.z, warmup.bandwidth)
-    if window.is_adapting or not _replaces_noise(coupling, sampler):
-        return nothing
+    """Return the variance of the gradient noise along each coordinate, as the mean since the scales were frozen, or
+    since the control variates have another order; zeros where it does not take the place of injected noise.
+
+    That needs dynamics that can tell how much, ``K = I``, and the little noise of control variates of second order.
+    """
+    is_replaced = sampler.couple(cloud.z, warmup.bandwidth).is_identity and sampler.dynamics.heat(1.0, 1.0) is not None
+    if window.is_adapting or warmup.order < 2 or not is_replaced:
+        return np.zeros_like(before.gradient_noise)
     points, gradients = without_lost(rng, cloud.z, warmup, sampler)
-    noise = np.maximum(noise_by_coordinate(rng, points, gradients, STEP.pairs, warmup.order).mean(0), 0.0)
-    if warmup.order != before.order or not before.gradient_noise.any():
+    pairs = max(STEP.pairs, -(-STEP.differences // sampler.plan.num_independent(cloud)))
+    noise = np.maximum(noise_by_coordinate(rng, points, gradients, pairs, warmup.order).mean(0), 0.0)
+    if not before.gradient_noise.any():
         return noise
-    return before.gradient_noise + (noise - before.gradient_noise) / warmup.measurements.number
+    # When the scales were frozen, the first of the measurements was of other figures.
+    return before.gradient_noise + (noise - before.gradient_noise) / (warmup.measurements.number - 1)
 
 
 def _unit_of_adam(warmup):
@@ -196,7 +203,9 @@ def _longest_within_bias(rng, window, warmup, cloud, sampler, error, stats, need
     if not window.is_adapting and sampler.plan.kind == "arrow":
         # The bias of thousands of effects, which is that of the mean noise, adds up to a shift of their scale.
         points, gradients = without_lost(rng, cloud.z, warmup, sampler)
-        noise = noise_by_coordinate(rng, points, gradients, STEP.pairs, warmup.order).mean(0)
+        noise = warmup.gradient_noise
+        if not _is_known(warmup):
+            noise = noise_by_coordinate(rng, points, gradients, STEP.pairs, warmup.order).mean(0)
         sds = np.sqrt(warmup.moments.variances())
         shift = collective_shift(rng, points, np.where(np.isfinite(sds), sds, 1.0), noise, gradients)
 
@@ -211,22 +220,13 @@ def _longest_within_bias(rng, window, warmup, cloud, sampler, error, stats, need
         within, most = (error.max_step_for_bias(limit / shift, of_all) for limit in (STEP.shift, MAX_SHIFT))
         return np.minimum(longest, np.maximum(within, np.minimum(needed, most)))
 
-    if not _is_known(warmup) or sampler.dynamics.hamiltonian(cloud) is None:
+    if not _is_known(warmup) or type(sampler.dynamics).hamiltonian is Dynamics.hamiltonian:
         return longest(stats)
-    # Rare kicks should not turn them back.
+    # Longer steps meet stiffer places than the particles have seen, where those with momenta turn back. Rare kicks
+    # should not.
     kick = np.sqrt(2.0 * most_gained(cloud.z.shape[-1], sampler.dynamics)) / STEP.rare
     most = np.minimum(STEP.stable * error.stability_limit(stats), kick / max(warmup.extreme_noise, 1e-6))
-    return np.maximum(longest(stats), np.minimum(longest(_without_known(stats)), most))
-
-
-def lengthens_steps(cloud: Cloud, coupling: Coupling, sampler: Sampler) -> bool:
-    """Whether known noise may lengthen steps: they meet stiffer places than the particles have seen, and only those
-    with momenta turn back there."""
-    return _replaces_noise(coupling, sampler) and sampler.dynamics.hamiltonian(cloud) is not None
-
-
-def _replaces_noise(coupling, sampler):
-    return coupling.is_identity and sampler.plan.replaces_noise and sampler.dynamics.heat(1.0, 1.0) is not None
+    return np.maximum(longest(stats), np.minimum(longest(without_known(stats)), most))
 
 
 def _is_known(warmup):
@@ -234,9 +234,10 @@ def _is_known(warmup):
     return warmup.gradient_noise is not None and warmup.gradient_noise.any()
 
 
-def _without_known(stats):
-    """Return the statistics with only the gradient noise that counts as unknown."""
-    noise, mean = STEP.unknown * stats.noise, STEP.unknown_mean * stats.isotropic_noise
+def without_known(stats: CurvatureStats, room: float = np.inf) -> CurvatureStats:
+    """Return the statistics with the gradient noise that counts as unknown, or for which injected noise has no room."""
+    pairs = (stats.noise, STEP.unknown), (stats.isotropic_noise, STEP.unknown_mean)
+    noise, mean = (np.maximum(share * x, x - room) for x, share in pairs)
     return stats._replace(noise=noise, isotropic_noise=mean)
 
 
@@ -296,7 +297,7 @@ def _with_step_size(rng, window, warmup, cloud, sampler):
         of_arrival = unit * np.exp(np.log(warmup.arrival.step_size).mean())
         step_size = error.from_overdamped_step(STEP.cautious * of_arrival)
     if _is_known(warmup):
-        stats = _without_known(stats)
+        stats = without_known(stats, MOST_REPLACED / dynamics.heat(step_size, 1.0))
     bias, mean_bias, effective_draws = (
         UNKNOWN if np.isnan(x) else x
         for x in (error.bias(step_size, stats), error.mean_bias(step_size, stats), step_size * of_widest)

@@ -17,7 +17,7 @@ import numpyro
 import numpyro.distributions as dist
 
 from numpyro_repulsion import SGHMC, SGLD, SGLDR, SGNHT
-from numpyro_repulsion.dynamics import Cloud, Overdamped, Relativistic, Thermostat, Underdamped
+from numpyro_repulsion.dynamics import Cloud, CurvatureStats, Overdamped, Relativistic, Thermostat, Underdamped
 from numpyro_repulsion.interactions import Coupling
 from numpyro_repulsion.interactions.base import MOST_REPLACED
 from numpyro_repulsion.warmup import Timetable, Window, step_size as step_size_module
@@ -103,35 +103,40 @@ def test_known_noise_is_the_mean_of_what_was_measured():
         rng = generator()
         return lambda cases: (scale * rng.standard_normal(u.shape) for _ in cases)
 
-    def found(known, ends, number, scale=1.0, orders=(2, 2), dynamics=None, is_identity=True):
-        one, other = (
-            SimpleNamespace(
-                gradient_noise=known,
-                order=order,
-                measurements=SimpleNamespace(number=number),
-                arrival=SimpleNamespace(lost=np.zeros((1, 20), bool)),
-                reference=None,
-                bandwidth=0.0,
-            )
-            for order in orders
+    def found(known, ends, number, scale=1.0, order=2, dynamics=None, is_identity=True, independent=20):
+        warmup = SimpleNamespace(
+            gradient_noise=known,
+            order=order,
+            measurements=SimpleNamespace(number=number),
+            arrival=SimpleNamespace(lost=np.zeros((1, 20), bool)),
+            reference=None,
+            bandwidth=0.0,
         )
         sampler = SimpleNamespace(
             couple=lambda u, bandwidth: Coupling.of_figures(1.0, 1.0, is_identity),
             gradients=lambda warmup: gradients(scale),
             dynamics=Overdamped() if dynamics is None else dynamics,
-            plan=SimpleNamespace(replaces_noise=True),
+            plan=SimpleNamespace(num_independent=lambda cloud: independent),
         )
         window, cloud = Window(Timetable(100), ends), SimpleNamespace(z=u)
-        return step_size_module._known_noise(generator(), window, one, other, cloud, sampler)
+        return step_size_module._known_noise(generator(), window, warmup, warmup, cloud, sampler)
 
+    # The first was counted when the scales were frozen.
     first = found(known, 65, 2)
-    # Of 160 differences.
     np.testing.assert_allclose(first, 1.0, atol=4.5 * (2 / 80) ** 0.5)
-    np.testing.assert_allclose(found(first, 70, 3, 2.0), first + (4.0 * first - first) / 3, rtol=1e-5)
-    np.testing.assert_allclose(found(first, 70, 3, 2.0, (1, 2)), 4.0 * first, rtol=1e-5)
-    # While scales change, where K acts on it, and where momenta absorb it.
-    for others in ({"ends": 60}, {"is_identity": False}, {"dynamics": Thermostat()}):
+    np.testing.assert_allclose(found(first, 70, 3, 2.0), (first + 4.0 * first) / 2, rtol=1e-5)
+    # Minibatches that all particles share count once.
+    more = found(known, 65, 2, independent=1)
+    np.testing.assert_allclose(more, 1.0, atol=4.5 * (2 / 1600) ** 0.5)
+    # While scales change, with noisier control variates, where K acts on it, and where momenta absorb it.
+    for others in ({"ends": 60}, {"order": 1}, {"is_identity": False}, {"dynamics": Thermostat()}):
         assert not found(first, **{"ends": 70, "number": 3} | others).any()
+
+
+def test_noise_for_which_there_is_no_room_counts():
+    stats = CurvatureStats(1.0, 1.0, 6.0, isotropic_noise=5.0)
+    assert step_size_module.without_known(stats)[2::3] == (3.0, 1.0)
+    assert step_size_module.without_known(stats, 2.0)[2::3] == (4.0, 3.0)
 
 
 def counts(group, number, y=None):
@@ -159,7 +164,7 @@ def exact_variances(group, number, y):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", [SGLD, SGHMC])
-def test_effects_are_as_wide_as_by_quadrature(kernel, monkeypatch):
+def test_effects_are_as_wide_as_by_quadrature(kernel):
     known = data(600)
     mcmc = run(kernel(counts), num_warmup=500, num_samples=1000, num_chains=20, **known)
     state, variances = mcmc.last_state, exact_variances(**known)
