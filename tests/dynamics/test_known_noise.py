@@ -16,11 +16,11 @@ from scipy.special import logsumexp
 import numpyro
 import numpyro.distributions as dist
 
-from numpyro_repulsion import SGHMC, SGLD, SGLDR, SGNHT
+from numpyro_repulsion import SGHMC, SGLD, SGLDR, SGNHT, BiasBudget
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats, Overdamped, Relativistic, Thermostat, Underdamped
 from numpyro_repulsion.interactions import Coupling
 from numpyro_repulsion.interactions.base import MOST_REPLACED
-from numpyro_repulsion.warmup import Timetable, Window, step_size as step_size_module
+from numpyro_repulsion.warmup import Timetable, WarmupPlan, Window, step_size as step_size_module
 
 NOISE = 1.5
 
@@ -137,6 +137,32 @@ def test_noise_for_which_there_is_no_room_counts():
     stats = CurvatureStats(1.0, 1.0, 6.0, isotropic_noise=5.0)
     assert step_size_module.without_known(stats)[2::3] == (3.0, 1.0)
     assert step_size_module.without_known(stats, 2.0)[2::3] == (4.0, 3.0)
+
+
+@pytest.mark.parametrize("dynamics", [Overdamped(), Underdamped()], ids=repr)
+def test_steps_with_momenta_become_longer_up_to_limits(dynamics):
+    plan = WarmupPlan(BiasBudget(), "arrow", learns_bandwidth=False, has_reference=True, is_noisy=True)
+    coupling, window = Coupling.of_figures(1.0, 1.0, True), Window(Timetable(100), 30)
+    sampler, cloud = SimpleNamespace(dynamics=dynamics, plan=plan), SimpleNamespace(z=numbers(0, (1, 20, 100)))
+    error = dynamics.step_error(coupling)
+
+    def longest(known=1.0, largest=3.0, extreme=1.0, noise=2.0):
+        warmup = SimpleNamespace(gradient_noise=np.full(100, known), order=2, extreme_noise=extreme)
+        stats = CurvatureStats(*map(np.float64, (1.5, largest, noise)), isotropic_noise=np.float64(noise))
+        return step_size_module._longest_within_bias(None, window, warmup, cloud, sampler, error, stats, 0.0), stats
+
+    plain, longer = longest(known=0.0)[0], longest()[0]
+    if isinstance(dynamics, Overdamped):
+        assert longer == plain
+        return
+    assert longer > 2.0 * plain
+    # By half the limit of stability.
+    stiff, stats = longest(largest=1600.0)
+    assert plain < stiff == 0.5 * error.stability_limit(stats)
+    # By kicks: of the largest energy, 20 + 5 √100, that particles may gain.
+    assert plain < longest(extreme=40.0)[0] == pytest.approx(140.0**0.5 / 8.0 / 40.0)
+    # Never shorter.
+    assert longest(largest=1e6)[0] == longest(known=0.0, largest=1e6)[0] and longest(extreme=1e6)[0] == plain
 
 
 def counts(group, number, y=None):
