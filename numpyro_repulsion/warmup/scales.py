@@ -23,6 +23,7 @@ from numpyro_repulsion.warmup.curvature import (
 )
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner, inverse_root
 from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
+from numpyro_repulsion.warmup.step_size import STEP, lengthens_steps
 from numpyro_repulsion.warmup.windows import FREEZE, Window
 
 
@@ -265,7 +266,9 @@ def _allowed_noise(warmup, cloud, sampler):
     step_size = longest(curvature, 0.0)
     remaining = error.remaining_noise(step_size, CurvatureStats(curvature, curvature, 1.0, 0.0, sampler.plan.sweep))
     tiny = np.finfo(cloud.z.dtype).eps
-    return longest(tiny, 1.0) / step_size / remaining
+    # Of known noise only a share counts.
+    unknown = STEP.unknown if lengthens_steps(warmup, cloud, sampler) else 1.0
+    return longest(tiny, 1.0) / step_size / remaining / unknown
 
 
 def _changed(warmup, cloud, change):

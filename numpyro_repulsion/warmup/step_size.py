@@ -144,12 +144,8 @@ def _measured(rng, window, warmup, cloud, sampler):
 
 def _known_noise(rng, window, before, warmup, cloud, sampler):
     """Return the variance of the gradient noise along each coordinate, as the mean since the scales were frozen, or
-    since the control variates have another order; zeros where it does not take the place of injected noise.
-
-    That needs dynamics that can tell how much, ``K = I``, and the little noise of control variates of second order.
-    """
-    is_replaced = sampler.couple(cloud.z, warmup.bandwidth).is_identity and sampler.dynamics.heat(1.0, 1.0) is not None
-    if window.is_adapting or warmup.order < 2 or not is_replaced:
+    since the control variates have another order; zeros where it does not take the place of injected noise."""
+    if window.is_adapting or not _replaces_noise(warmup, cloud, sampler):
         return np.zeros_like(before.gradient_noise)
     points, gradients = without_lost(rng, cloud.z, warmup, sampler)
     pairs = max(STEP.pairs, -(-STEP.differences // sampler.plan.num_independent(cloud)))
@@ -220,13 +216,26 @@ def _longest_within_bias(rng, window, warmup, cloud, sampler, error, stats, need
         within, most = (error.max_step_for_bias(limit / shift, of_all) for limit in (STEP.shift, MAX_SHIFT))
         return np.minimum(longest, np.maximum(within, np.minimum(needed, most)))
 
-    if not _is_known(warmup) or type(sampler.dynamics).hamiltonian is Dynamics.hamiltonian:
+    if not (_is_known(warmup) and lengthens_steps(warmup, cloud, sampler)):
         return longest(stats)
-    # Longer steps meet stiffer places than the particles have seen, where those with momenta turn back. Rare kicks
-    # should not.
+    # Rare kicks should not turn them back.
     kick = np.sqrt(2.0 * most_gained(cloud.z.shape[-1], sampler.dynamics)) / STEP.rare
     most = np.minimum(STEP.stable * error.stability_limit(stats), kick / max(warmup.extreme_noise, 1e-6))
     return np.maximum(longest(stats), np.minimum(longest(without_known(stats)), most))
+
+
+def _replaces_noise(warmup, cloud, sampler):
+    """Whether known noise takes the place of injected noise: with ``K = I``, dynamics that can tell how much, and the
+    little noise of control variates of second order."""
+    is_possible = warmup.gradient_noise is not None and sampler.dynamics.heat(1.0, 1.0) is not None
+    return is_possible and warmup.order == 2 and sampler.couple(cloud.z, warmup.bandwidth).is_identity
+
+
+def lengthens_steps(warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> bool:
+    """Whether it also lengthens steps: they meet stiffer places than the particles have seen, where only those with
+    momenta turn back."""
+    has_momenta = type(sampler.dynamics).hamiltonian is not Dynamics.hamiltonian
+    return has_momenta and _replaces_noise(warmup, cloud, sampler)
 
 
 def _is_known(warmup):

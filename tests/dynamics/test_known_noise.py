@@ -20,7 +20,7 @@ from numpyro_repulsion import SGHMC, SGLD, SGLDR, SGNHT, BiasBudget
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats, Overdamped, Relativistic, Thermostat, Underdamped
 from numpyro_repulsion.interactions import Coupling
 from numpyro_repulsion.interactions.base import MOST_REPLACED
-from numpyro_repulsion.warmup import Timetable, WarmupPlan, Window, step_size as step_size_module
+from numpyro_repulsion.warmup import Timetable, WarmupPlan, Window, scales, step_size as step_size_module
 
 NOISE = 1.5
 
@@ -143,11 +143,12 @@ def test_noise_for_which_there_is_no_room_counts():
 def test_steps_with_momenta_become_longer_up_to_limits(dynamics):
     plan = WarmupPlan(BiasBudget(), "arrow", learns_bandwidth=False, has_reference=True, is_noisy=True)
     coupling, window = Coupling.of_figures(1.0, 1.0, True), Window(Timetable(100), 30)
-    sampler, cloud = SimpleNamespace(dynamics=dynamics, plan=plan), SimpleNamespace(z=numbers(0, (1, 20, 100)))
+    sampler = SimpleNamespace(dynamics=dynamics, plan=plan, couple=lambda u, bandwidth: coupling)
+    cloud = SimpleNamespace(z=numbers(0, (1, 20, 100)))
     error = dynamics.step_error(coupling)
 
     def longest(known=1.0, largest=3.0, extreme=1.0, noise=2.0):
-        warmup = SimpleNamespace(gradient_noise=np.full(100, known), order=2, extreme_noise=extreme)
+        warmup = SimpleNamespace(gradient_noise=np.full(100, known), order=2, extreme_noise=extreme, bandwidth=0.0)
         stats = CurvatureStats(*map(np.float64, (1.5, largest, noise)), isotropic_noise=np.float64(noise))
         return step_size_module._longest_within_bias(None, window, warmup, cloud, sampler, error, stats, 0.0), stats
 
@@ -227,7 +228,8 @@ def test_known_noise_lengthens_steps_that_can_turn_back(monkeypatch):
     overdamped, with_momenta = found
     for one in (overdamped, with_momenta):
         assert one.gradient_noise.shape == (601,) and (one.gradient_noise > 0).mean() > 0.9
-    monkeypatch.setattr(step_size_module, "STEP", replace(constants, unknown=1.0, unknown_mean=1.0))
+    for module in (step_size_module, scales):
+        monkeypatch.setattr(module, "STEP", replace(constants, unknown=1.0, unknown_mean=1.0))
     assert learned(SGHMC(counts)).step_size < 0.7 * with_momenta.step_size
     assert learned(SGLD(counts)).step_size == overdamped.step_size
     for kernel in (SGLDR, SGNHT):
