@@ -41,7 +41,8 @@ class StepConstants:
     #: With fewer effective draws in all along most coordinates, even with a longer step, runs with minibatches keep the
     #: budget: they tell only about what moves fast, and that would be biased.
     least: float = 20.0
-    #: The share of the limit of stability at typical particles up to which a short run may raise the step.
+    #: The share of the limit of stability up to which known noise lengthens steps, and, at typical particles, a short
+    #: run raises them.
     stable: float = 0.5
     #: The share of known gradient noise that counts as unknown: of the direction with the most noise, and of the mean,
     #: in which errors of thousands of coordinates cancel.
