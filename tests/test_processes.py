@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from uuid import uuid4
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +24,10 @@ PROGRAM = Path(__file__).with_name("on_processes.py")
 
 
 def started(part, directory, processes=2, program=PROGRAM):
-    """The processes of a run, which have four devices together."""
+    """The processes of a run, which have four devices together, and the files of what they say.
+
+    No pipes: one that nobody reads yet fills up, and its process waits for the reader, and the others for it.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -32,21 +36,21 @@ def started(part, directory, processes=2, program=PROGRAM):
     found = []
     for number in range(processes):
         command = [sys.executable, "-W", "ignore", program, part, directory, str(number), str(processes), str(port)]
-        found.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
+        said = directory / f"said-{uuid4().hex}"
+        with said.open("w") as file:
+            found.append((subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT), said))
     return found
 
 
 def found_by(part, directory, processes=2):
     """What each process found, as arrays and facts."""
     with ExitStack() as stack:
-        running = [stack.enter_context(process) for process in started(part, directory, processes)]
-        for process in running:
+        running = started(part, directory, processes)
+        for process, _ in running:
+            stack.enter_context(process)
             stack.callback(process.kill)  # If another one fails, they would wait for it.
-        for process in running:
-            _, errors = process.communicate(timeout=600)
-            assert process.returncode == 0, errors
+        for process, said in running:
+            assert process.wait(timeout=600) == 0, said.read_text()
     found = []
     for number in range(processes):
         with np.load(directory / f"{part}-{processes}-{number}.npz") as arrays:
@@ -117,11 +121,10 @@ def test_wrong_uses_are_refused_in_all_processes(quick, case, words):
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_bit_for_bit(slow, tmp_path):
-    first, second = started("killed", tmp_path)
-    second.communicate(timeout=600)
-    assert second.returncode == -signal.SIGKILL
+    (first, _), (second, _) = started("killed", tmp_path)
+    assert second.wait(timeout=600) == -signal.SIGKILL
     first.kill()  # JAX ends it by itself, but in a minute or two.
-    first.communicate()
+    first.wait()
     shutil.copytree(tmp_path, tmp_path / "other")
     for found in found_by("after killed", tmp_path):
         np.testing.assert_array_equal(found["resumed"], slow[0][0]["whole"])
@@ -132,10 +135,10 @@ def test_a_killed_run_goes_on_bit_for_bit(slow, tmp_path):
 
 @pytest.mark.slow
 def test_a_stopped_run_saves_and_leaves_and_goes_on_bit_for_bit(slow, tmp_path):
-    for process in started("stopped", tmp_path):
-        _, errors = process.communicate(timeout=600)
-        assert process.returncode == 1
-        assert re.search(r"A signal stopped the run after \d+ of 64 iterations. The same call continues", errors)
+    for process, said in started("stopped", tmp_path):
+        assert process.wait(timeout=600) == 1
+        words = r"A signal stopped the run after \d+ of 64 iterations. The same call continues"
+        assert re.search(words, said.read_text())
     for found in found_by("after stopped", tmp_path):
         np.testing.assert_array_equal(found["resumed"], slow[0][0]["whole"])
 
@@ -158,8 +161,11 @@ def test_the_script_of_the_page_runs(tmp_path):
     np.save(tmp_path / "x.npy", x)
     np.save(tmp_path / "y.npy", (x[:, 0] > 0).astype(int))
     (tmp_path / "fit.py").write_text(script)
-    found = [process.communicate(timeout=600) for process in started("", tmp_path, program=tmp_path / "fit.py")]
-    assert "beta[2]" in found[0][0] and "beta[2]" not in found[1][0], found
+    found = []
+    for process, said in started("", tmp_path, program=tmp_path / "fit.py"):
+        process.wait(timeout=600)
+        found.append(said.read_text())
+    assert "beta[2]" in found[0] and "beta[2]" not in found[1], found
 
 
 def test_one_process_agrees_with_itself():
