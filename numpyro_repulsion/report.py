@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
-from functools import partial
 import json
 import logging
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from numpyro.infer import MCMC
 
 from numpyro_repulsion.bias import MAX_PREDICTED, predict_bias
 from numpyro_repulsion.checks import boolean
-from numpyro_repulsion.diagnostics import KNOWN, MODES, SHORT, ensemble_ess, ensemble_mcse, nested_rhat, why_unknown
+from numpyro_repulsion.diagnostics import KNOWN, MODES, SHORT, mixing, nested_rhat
 from numpyro_repulsion.findings import (
     LARGE_BIAS,
     MAX_CLIPPING_SHIFT,
@@ -40,13 +39,8 @@ MIN_CORRELATION = 0.7
 #: Groups of at most so many levels hardly determine their scale.
 FEW_LEVELS = 5
 
-#: Columns of ArviZ's summary that presume independent chains, and their replacements for interacting particles.
-OF_ENSEMBLES: dict[str, Callable] = {
-    "mcse_mean": ensemble_mcse,
-    "mcse_sd": partial(ensemble_mcse, method="sd"),
-    "ess_bulk": ensemble_ess,
-    "ess_tail": partial(ensemble_ess, method="tail"),
-}
+#: The kinds of ArviZ's summary with figures of mixing, and the same without these.
+_KINDS = {"all": "stats", "diagnostics": "stats", "all_median": "stats_median", "diagnostics_median": "stats_median"}
 
 
 def summary(run, *, exclude_diverged: bool = False, **kwargs):
@@ -106,12 +100,22 @@ def summary(run, *, exclude_diverged: bool = False, **kwargs):
     if boolean("`exclude_diverged`", exclude_diverged):
         kwargs["coords"] = _kept(posterior, kwargs.get("coords") or {})
     is_sampler = posterior.attrs.get("is_sampler", "true") == "true"
-    table = arviz.summary(data, **({"kind": "all" if is_sampler else "stats"} | kwargs))
-    if is_sampler and kwargs.get("group", "posterior") == "posterior":
+    is_ours, statistics = is_sampler and kwargs.get("group", "posterior") == "posterior", None
+    kind = kwargs.setdefault("kind", "all" if is_sampler else "stats")
+    # ArviZ's figures of mixing presume independent chains.
+    if is_diagnosed := is_ours and kind in _KINDS and kwargs.get("extend", True):
+        kwargs["kind"] = _KINDS[kind]
+    table = arviz.summary(data, **kwargs)
+    if is_ours:
         variables = [_variable(label, posterior) for label in table.index]
         posterior = _part(posterior, variables, kwargs.get("coords") or {})
-        _put_ensembles_in(table, variables, posterior, kwargs.get("round_to", 3))
-    diagnosis = diagnosis_of(run, posterior)
+        statistics = _statistics(posterior)
+    if is_diagnosed:
+        others = [] if kind.startswith("all") else list(table)
+        _add_columns(table, statistics, posterior, kwargs.get("round_to", 3))
+        for name in others:
+            del table[name]
+    diagnosis = diagnosis_of(run, posterior, statistics)
     if problems := [f"{found.name} ({found.severity})" for found in diagnosis if found.severity != "note"]:
         number = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
         _log.warning(f"summary found {number}: {', '.join(problems)}. Print its result or diagnose(mcmc) for details.")
@@ -172,8 +176,9 @@ def _data_of(run, who):
     raise TypeError(f"`{who}` takes an MCMC run or the result of to_inference_data; got {type(run).__name__}.")
 
 
-def diagnosis_of(run: Any, posterior: Any) -> Diagnosis:
-    """Return the diagnosis of the draws in a dataset; of an ``MCMC`` with what its state tells beyond them."""
+def diagnosis_of(run: Any, posterior: Any, statistics: dict[str, Any] | None = None) -> Diagnosis:
+    """Return the diagnosis of the draws in a dataset, with their statistics where known; of an ``MCMC`` with what its
+    state tells beyond them."""
     attributes = posterior.attrs
     findings = from_json(attributes["findings"])
     is_short = any(finding.name == "short_run" for finding in findings)
@@ -190,7 +195,7 @@ def diagnosis_of(run: Any, posterior: Any) -> Diagnosis:
         findings.append(Finding("optimizer", "note", None, message, "Use SGLDR for draws."))
     elif not is_short:
         sd, found = _of_bias(run, attributes)
-        findings += found + _of_draws(posterior)
+        findings += found + _of_draws(posterior, statistics or _statistics(posterior, with_errors=False))
     if isinstance(run, MCMC):
         findings += _of_integrals(run)
     return Diagnosis(findings, _headline(attributes, sd))
@@ -302,23 +307,26 @@ def _of_widths(posterior):
     return [Finding("several_basins", "error", float(wide), message, remedy)]
 
 
-def _of_draws(posterior):
-    """Return findings about how particles mix; each quantity counts for one finding only."""
-    import arviz
+def _statistics(posterior, with_errors=True):
+    """Return statistics of draws by column, each an array over all quantities; nothing of too few draws to tell."""
+    if posterior.sizes["draw"] < 4:
+        return {}
+    found = mixing(posterior, with_errors)
+    if with_errors and 1 < int(posterior.attrs["num_ensembles"]) < posterior.sizes["chain"]:
+        found["nested_r_hat"] = nested_rhat(posterior)
+    return {name: np.concatenate([np.ravel(x) for x in of.values()]) for name, of in found.items()}
 
+
+def _of_draws(posterior, statistics):
+    """Return findings about how particles mix; each quantity counts for one finding only."""
     if (number := posterior.sizes["draw"]) < 4:
         message = (
             f"Each particle has only {number} draw{'s' * (number > 1)}, too few to tell whether particles have mixed."
         )
         remedy = "Raise `num_samples` far above 4."
         return [Finding("short_run", "warning", float(number), message, remedy)]
-    reasons = why_unknown(posterior)
-    names = np.repeat(list(reasons), [np.size(x) for x in reasons.values()])
-    reasons = np.concatenate([np.ravel(x) for x in reasons.values()])
-    r_hat = np.full(reasons.shape, np.nan)
-    if posterior.sizes["chain"] > 1:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            r_hat = np.concatenate([np.ravel(x) for x in arviz.rhat(posterior).values()])
+    names = np.repeat(list(posterior), [x[0, 0].size for x in posterior.values()])
+    reasons, r_hat = statistics["reason"], statistics["r_hat"]
     apart, mixed = reasons == MODES, ~(r_hat > 1.1)
     findings = []
     if stay := int(apart.sum()):
@@ -503,31 +511,22 @@ def _part(posterior, variables, coords):
     return posterior
 
 
-def _put_ensembles_in(table, variables, posterior, round_to):
-    """Replace the columns that presume independent chains by those for interacting particles."""
-    present = [name for name in OF_ENSEMBLES if name in table]
-    if not present or posterior.sizes["draw"] < 4:
-        return
-    columns = {name: OF_ENSEMBLES[name](posterior) for name in present}
-    ensembles = int(posterior.attrs["num_ensembles"])
-    if "r_hat" in table and 1 < ensembles < posterior.sizes["chain"]:
-        columns["nested_r_hat"] = nested_rhat(posterior)
+def _add_columns(table, statistics, posterior, round_to):
+    """Add the columns of mixing and precision to a table of ArviZ."""
+    unknown = np.full(len(table), np.nan)
     # ArviZ 1.x stores text with the significant digits; from 1.3 on it stores numbers, and text to show instead.
-    is_text = table["mean" if "mean" in table else present[0]].dtype == object
+    is_text = any(dtype.kind == "O" for dtype in table.dtypes)
     shown = getattr(table, "_fmt_map", None)
-    for name, found in columns.items():
-        values = np.concatenate([np.ravel(found[variable]) for variable in dict.fromkeys(variables)])
-        digits = ".0f" if name.startswith("ess") else ".2f" if "r_hat" in name else ".2g"
-        text = [f"{x:{digits}}" for x in values]
+    for name in ("mcse_mean", "mcse_sd", "ess_mean", "ess_tail", "r_hat", "nested_r_hat"):
+        if name == "nested_r_hat" and name not in statistics:
+            continue
+        values = statistics.get(name, unknown)
+        text = [f"{x:{'.0f' if name.startswith('ess') else '.2f' if 'r_hat' in name else '.2g'}}" for x in values]
         if shown and not is_text:
             shown[name] = dict(zip(table.index, text, strict=True))
         elif isinstance(round_to, int):
             values = values.round(0 if name.startswith("ess") else round_to)
         table[name] = text if is_text else values
-    # It is no bulk ESS of ArviZ.
-    table.columns = ["ess_mean" if name == "ess_bulk" else name for name in table.columns]
-    if shown and "ess_bulk" in shown:
-        shown["ess_mean"] = shown.pop("ess_bulk")
 
 
 def _variable(label, posterior):

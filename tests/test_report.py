@@ -61,6 +61,7 @@ def test_summary_is_of_ensembles(mcmc, data):
         ("mcse_mean", ensemble_mcse),
         ("mcse_sd", partial(ensemble_mcse, method="sd")),
         ("nested_r_hat", nested_rhat),
+        ("r_hat", lambda data: arviz.rhat(data["posterior"] if NEW_ARVIZ else data)),
     ):
         found = np.asarray(table.loc[labels, column], float)
         np.testing.assert_allclose(found, function(data)["beta"], rtol=0.06, atol=6e-4)
@@ -68,6 +69,11 @@ def test_summary_is_of_ensembles(mcmc, data):
         lines = [line.split() for line in table.loc[labels].to_string().splitlines()]
         shown = [float(line[lines[0].index(column) + 1]) for line in lines[1:]]
         np.testing.assert_allclose(shown, function(data)["beta"], rtol=0.06, atol=6e-4)
+    short = summary(data, coords={"draw": slice(0, 2)}, var_names=["beta"])
+    assert list(short) == [*(name for name in table if name != "nested_r_hat")] and short["r_hat"].isna().all()
+    diagnostics, stats = (summary(data, kind=kind) for kind in ("diagnostics", "stats"))
+    assert [*stats, *diagnostics] == list(table) and "ess_mean" not in stats
+    np.testing.assert_array_equal(np.asarray(diagnostics["r_hat"], float), np.asarray(table["r_hat"], float))
     # Not what ArviZ takes of independent chains.
     plain = np.asarray(arviz.summary(data).loc[labels, "ess_bulk"], float)
     assert not np.allclose(plain, np.asarray(table.loc[labels, "ess_mean"], float), rtol=0.01)

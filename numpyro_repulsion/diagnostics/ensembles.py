@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -92,13 +93,7 @@ def ensemble_ess(
             f"prob={prob!r} with method={method!r}."
         )
 
-    def worth(x, groups, repels):
-        scores = normal_scores(x)
-        series = _STATISTICS[method](x, scores, prob)
-        variances = [_variance_of_mean(f, groups, repels, scores)[0] for f in series]
-        return np.minimum.reduce([f.var((0, 1), ddof=1) / v for f, v in zip(series, variances, strict=True)])
-
-    return each(draws, num_ensembles, _in_blocks(worth))
+    return each(draws, num_ensembles, _in_blocks(lambda *x: _Columns(*x).ess(method, prob)))
 
 
 def ensemble_mcse(draws: Any, num_ensembles: int | None = None, *, method: str = "mean") -> Any:
@@ -125,14 +120,7 @@ def ensemble_mcse(draws: Any, num_ensembles: int | None = None, *, method: str =
     if method not in ("mean", "sd"):
         raise ValueError(f"`method` must be 'mean' or 'sd'; got {method!r}.")
 
-    def error(x, groups, repels):
-        scores = normal_scores(x)
-        (f,) = _STATISTICS[method](x, scores, None)
-        found = np.sqrt(_variance_of_mean(f, groups, repels, scores)[0])
-        # The sd is the root of the mean square, so its error follows by the delta method.
-        return found if method == "mean" else found / (2.0 * x.std((0, 1)))
-
-    return each(draws, num_ensembles, _in_blocks(error))
+    return each(draws, num_ensembles, _in_blocks(lambda *x: _Columns(*x).mcse(method)))
 
 
 def nested_rhat(draws: Any, num_ensembles: int | None = None, *, method: str = "rank") -> Any:
@@ -173,31 +161,16 @@ def nested_rhat(draws: Any, num_ensembles: int | None = None, *, method: str = "
     if method not in ("rank", "identity"):
         raise ValueError(f"`method` must be 'rank' or 'identity'; got {method!r}.")
 
-    def ratio(x, groups):
-        x = x.reshape(groups, -1, *x.shape[1:])
-        within = x.var(2, ddof=1).mean(1)
-        if x.shape[1] > 1:
-            within = within + x.mean(2).var(1, ddof=1)
-        between = x.mean((1, 2)).var(0, ddof=1)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.sqrt(1.0 + between / within.mean(0))
+    def of(x, groups, _):
+        return _rhat(x, groups) if method == "identity" else _rank_rhat(x, lambda x: _rhat(x, groups))
 
-    def rhat(x, groups, _):
+    def rhat(x, groups, repels):
         if groups < 2:
             raise ValueError(
                 "nested_rhat compares ensembles and needs two or more; got one. Run the kernel with several, such as "
                 "num_ensembles=4, or pass `num_ensembles`."
             )
-        usable = np.isfinite(x).all((0, 1))
-        x = np.where(usable, x, np.nan)
-        if method == "identity":
-            return ratio(x, groups)
-        half = x.shape[1] // 2
-        # The halves of a particle count as two particles of the same ensemble.
-        x = np.stack((x[:, :half], x[:, -half:]), 1).reshape(-1, half, *x.shape[2:])
-        folded = np.abs(x - np.median(x, (0, 1)))
-        found = np.maximum(*(ratio(normal_scores(part), groups) for part in (x, folded)))
-        return np.where(usable, found, np.nan)[()]
+        return _in_blocks(of)(x, groups, repels)
 
     # Balanced ensembles lie further apart than independent ones, so the value is conservative.
     return each(draws, num_ensembles, rhat, adds_up=False)
@@ -206,10 +179,27 @@ def nested_rhat(draws: Any, num_ensembles: int | None = None, *, method: str = "
 def why_unknown(draws: Any, num_ensembles: int | None = None) -> Any:
     """Return why :func:`ensemble_ess` is NaN: ``NOTHING``, ``MODES`` or ``SHORT``; ``KNOWN`` (0) where it is not."""
 
-    def why(x, groups, repels):
-        return _variance_of_mean(normal_scores(x), groups, repels)[1]
+    return each(draws, num_ensembles, _in_blocks(lambda *x: _Columns(*x).reason, NOTHING))
 
-    return each(draws, num_ensembles, _in_blocks(why, NOTHING))
+
+def mixing(draws: Any, with_errors: bool = True) -> dict[str, Any]:
+    """Return what a summary of inference data shows of mixing, by column and variable: the split R-hat of particles,
+    the ``reason`` of :func:`why_unknown`, and effective sizes and standard errors if asked for. Of thousands of
+    variables sorting takes the time, so that draws are ranked once."""
+    names = ["r_hat", "reason"] + ["ess_mean", "ess_tail", "mcse_mean", "mcse_sd"] * with_errors
+
+    def of(x, groups, repels):
+        columns = _Columns(x, groups, repels)
+        # As of split chains, which are independent of each other.
+        r_hat = _rank_rhat(x, lambda x: np.sqrt(_rhat(x, len(x)) ** 2 - 1.0 / x.shape[1]), columns.scores)
+        rows = [r_hat, columns.reason]
+        if with_errors:
+            rows += [*map(columns.ess, ("bulk", "tail")), *map(columns.mcse, ("mean", "sd"))]
+        return np.stack(rows)
+
+    unknown = np.where([name == "reason" for name in names], NOTHING, np.nan)
+    found = each(draws, None, _in_blocks(of, unknown))
+    return {name: {variable: rows[k] for variable, rows in found.items()} for k, name in enumerate(names)}
 
 
 def num_independent(attributes: dict[str, Any], num_chains: int) -> int:
@@ -249,7 +239,6 @@ def each(draws, num_ensembles, function, adds_up=True):
     x = np.asarray(draws)
     if x.dtype.kind not in "biuf":
         raise TypeError(f"`draws` must be numbers; got an array of type {x.dtype}.")
-    x = x.astype(np.float64)
     if x.ndim < 2 or x.shape[1] < 4:
         raise ValueError(f"`draws` must be of shape (chains, draws, ...) with four draws or more; got {x.shape}.")
     if isinstance(num_ensembles, bool) or not isinstance(num_ensembles, int | np.integer):
@@ -272,40 +261,91 @@ def normal_scores(x):
     return ndtri((ranks - 0.375) / (len(flat) + 0.25)).reshape(x.shape)
 
 
+def _rank_rhat(x, rhat, scores=None):
+    """Return the larger R-hat of the halves' draws and of their distances from the median, as normal scores of ranks.
+
+    Known ``scores`` of all draws are those of the halves if none is left over.
+    """
+    half = x.shape[1] // 2
+
+    # The halves of a particle count as two particles of the same ensemble.
+    def halves(x):
+        return np.stack((x[:, :half], x[:, -half:]), 1).reshape(-1, half, *x.shape[2:])
+
+    parts = halves(x)
+    scores = normal_scores(parts) if scores is None or x.shape[1] % 2 else halves(scores)
+    return np.maximum(rhat(scores), rhat(normal_scores(np.abs(parts - np.median(parts, (0, 1))))))
+
+
+def _rhat(x, groups):
+    x = x.reshape(groups, -1, *x.shape[1:])
+    within = x.var(2, ddof=1).mean(1)
+    if x.shape[1] > 1:
+        within = within + x.mean(2).var(1, ddof=1)
+    between = x.mean((1, 2)).var(0, ddof=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.sqrt(1.0 + between / within.mean(0))
+
+
 def _in_blocks(function, unknown=np.nan):
-    """Apply a function of ``(chains, draws, columns)`` to as many columns at a time as fit into memory; ``unknown`` is
-    the result where draws do not vary or are not finite."""
+    """Apply a function of ``(chains, draws, columns)`` to blocks of columns, in threads: sorting and Fourier transforms
+    let others run. ``unknown`` is the result where draws do not vary or are not finite."""
 
     def apply(x, groups, repels):
         flat = x.reshape(*x.shape[:2], -1)
-        width = max(1, 2**24 // (flat.shape[0] * flat.shape[1]))
-        found = np.full(flat.shape[2], unknown)
-        for start in range(0, flat.shape[2], width):
-            part = flat[..., start : start + width]
+        width = max(1, 2**20 // (flat.shape[0] * flat.shape[1]))
+        found = np.repeat(np.expand_dims(unknown, -1), flat.shape[2], -1)
+
+        def fill(start):
+            part = flat[..., start : start + width].astype(np.float64)
             usable = np.isfinite(part).all((0, 1))
             usable[usable] = np.ptp(part[..., usable], (0, 1)) > 0
             place = np.arange(start, start + part.shape[2])[usable]
             if place.size:
-                found[place] = function(part[..., usable], groups, repels)
-        return found.reshape(x.shape[2:])[()]
+                found[..., place] = function(part[..., usable], groups, repels)
+
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(fill, range(0, flat.shape[2], width)))  # A list raises what they raise.
+        return found.reshape((*found.shape[:-1], *x.shape[2:]))[()]
 
     return apply
 
 
-def _variance_of_mean(f, groups, repels=False, scores=None):
-    """Return the variance of the mean of ``f`` over all draws, and why it is NaN, each ``(columns,)``. The draws that f
-    is a function of must have mixed too, by their normal ``scores``."""
-    times = _all_times(f, groups, repels)
-    blocked = KNOWN
-    if scores is not None and scores is not f:
-        # The mean of a function of slow draws is unknown until these have mixed.
-        times = np.minimum(times, _all_times(scores, groups, repels))
-        _, _, blocked = _look(scores, groups, times, repels)
-    variance, freedom, why = _look(f, groups, times, repels)
-    # With fewer degrees of freedom a standard error is off by more than a quarter too often.
-    why = np.where((why == KNOWN) & (freedom < 10), SHORT, why)
-    why = np.where((why == KNOWN) & (blocked != NOTHING), blocked, why)
-    return np.where(why == KNOWN, variance, np.nan), why
+class _Columns:
+    """Columns of draws, ``(chains, draws, columns)``, and what their statistics share."""
+
+    def __init__(self, x, groups, repels):
+        self.x, self.groups, self.repels = x, groups, repels
+        self.scores = normal_scores(x)
+        self.times = _all_times(self.scores, groups, repels)
+
+    @property
+    def reason(self):
+        return self._variance_of_mean(self.scores)[1]
+
+    def ess(self, method, prob=None):
+        series = _STATISTICS[method](self.x, self.scores, prob)
+        return np.minimum.reduce([f.var((0, 1), ddof=1) / self._variance_of_mean(f)[0] for f in series])
+
+    def mcse(self, method):
+        (f,) = _STATISTICS[method](self.x, self.scores, None)
+        found = np.sqrt(self._variance_of_mean(f)[0])
+        # The sd is the root of the mean square, so its error follows by the delta method.
+        return found if method == "mean" else found / (2.0 * self.x.std((0, 1)))
+
+    def _variance_of_mean(self, f):
+        """Return the variance of the mean of ``f`` over all draws, and why it is NaN, each ``(columns,)``. The draws
+        that f is a function of must have mixed too."""
+        times, blocked = self.times, KNOWN
+        if f is not self.scores:
+            # The mean of a function of slow draws is unknown until these have mixed.
+            times = np.minimum(times, _all_times(f, self.groups, self.repels))
+            _, _, blocked = _look(self.scores, self.groups, times, self.repels)
+        variance, freedom, why = _look(f, self.groups, times, self.repels)
+        # With fewer degrees of freedom a standard error is off by more than a quarter too often.
+        why = np.where((why == KNOWN) & (freedom < 10), SHORT, why)
+        why = np.where((why == KNOWN) & (blocked != NOTHING), blocked, why)
+        return np.where(why == KNOWN, variance, np.nan), why
 
 
 def _look(f, groups, times, repels):

@@ -30,9 +30,9 @@ class SymptomConstants:
     #: with three 12 to 52 and 0.7 to 1.2, with five 6 to 18 and 1.6 to 1.8; Laplace distribution 9 to 12 and 1.0.
     kurtosis: float = 8.0
     tail_gradient: float = 0.5
-    #: The dependence of squared gradients on a coordinate was 0.8 to 1.9 for funnels of 10 to 500 dimensions, and at
-    #: most 0.3 elsewhere; that of one particle over time 0.3 to 1.1 for funnels, and at most 0.02 in basins of other
-    #: widths.
+    #: The dependence of squared gradients on a coordinate was 0.7 to 1.9 for funnels of 10 to 500 dimensions, but once
+    #: 0.47, and at most 0.3 elsewhere, but 0.47 for a local level that momenta sample well; that of one particle over
+    #: time 0.3 to 1.1 for funnels, and at most 0.02 in basins of other widths.
     dependence: float = 0.5
     dependence_within: float = 0.1
     #: Sums for each particle, and products of blocks with coordinates, take no more numbers.
