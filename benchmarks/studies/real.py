@@ -2,7 +2,7 @@
 
 Errors are measured against long NUTS runs: the largest error of a mean in posterior standard deviations, the largest
 relative error of a standard deviation, the largest R-hat and the lowest ESS of any scalar, and the findings of
-`diagnose`. Seconds are those of the whole run, compilation included. References come from equivalent models,
+`diagnose`. Seconds are processor time of the whole run, with compilation. References come from equivalent models,
 reparameterized by hand.
 """
 
