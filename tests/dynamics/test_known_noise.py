@@ -181,6 +181,15 @@ def data(number, rows=4):
     return {"group": jnp.asarray(group), "number": number, "y": jnp.asarray(y)}
 
 
+def test_noise_of_other_data_is_forgotten():
+    known = data(20, rows=10)
+    mcmc = run(SGLD(counts), num_warmup=60, num_samples=1, num_chains=4, **known)
+    state = mcmc.last_state
+    state = state._replace(learned=state.learned._replace(gradient_noise=jnp.ones(21)))
+    assert mcmc.sampler.resumed(state, (), known).learned.gradient_noise is not None
+    assert mcmc.sampler.resumed(state, (), known | {"y": known["y"] + 1}).learned.gradient_noise is None
+
+
 def exact_variances(group, number, y):
     effect = np.linspace(-6.0, 6.0, 4001)
     total, rows = np.bincount(group, np.asarray(y)), np.bincount(group)
