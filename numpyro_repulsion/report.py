@@ -311,7 +311,7 @@ def _statistics(posterior, with_errors=True):
     """Return statistics of draws by column, each an array over all quantities; nothing of too few draws to tell."""
     if posterior.sizes["draw"] < 4:
         return {}
-    found = mixing(posterior, with_errors)
+    found = mixing(posterior, with_errors=with_errors)
     if with_errors and 1 < int(posterior.attrs["num_ensembles"]) < posterior.sizes["chain"]:
         found["nested_r_hat"] = nested_rhat(posterior)
     return {name: np.concatenate([np.ravel(x) for x in of.values()]) for name, of in found.items()}

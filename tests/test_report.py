@@ -71,6 +71,10 @@ def test_summary_is_of_ensembles(mcmc, data):
         np.testing.assert_allclose(shown, function(data)["beta"], rtol=0.06, atol=6e-4)
     short = summary(data, coords={"draw": slice(0, 2)}, var_names=["beta"])
     assert list(short) == [*(name for name in table if name != "nested_r_hat")] and short["r_hat"].isna().all()
+    other_order = summary(data, var_names=["total", "beta"])
+    assert list(other_order.index) == ["total", *labels]
+    for name in ("mean", "ess_mean", "r_hat"):
+        np.testing.assert_array_equal(*(np.asarray(x.loc[labels, name], float) for x in (other_order, table)))
     diagnostics, stats = (summary(data, kind=kind) for kind in ("diagnostics", "stats"))
     assert [*stats, *diagnostics] == list(table) and "ess_mean" not in stats
     np.testing.assert_array_equal(np.asarray(diagnostics["r_hat"], float), np.asarray(table["r_hat"], float))

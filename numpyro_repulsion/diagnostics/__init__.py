@@ -10,7 +10,6 @@ from numpyro_repulsion.diagnostics.ensembles import (
     mixing,
     nested_rhat,
     num_independent,
-    why_unknown,
 )
 from numpyro_repulsion.diagnostics.stein import ControlledMeans, ksd, scores, stein_control_variates
 
@@ -28,5 +27,4 @@ __all__ = [
     "num_independent",
     "scores",
     "stein_control_variates",
-    "why_unknown",
 ]

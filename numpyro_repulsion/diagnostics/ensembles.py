@@ -176,16 +176,13 @@ def nested_rhat(draws: Any, num_ensembles: int | None = None, *, method: str = "
     return each(draws, num_ensembles, rhat, adds_up=False)
 
 
-def why_unknown(draws: Any, num_ensembles: int | None = None) -> Any:
-    """Return why :func:`ensemble_ess` is NaN: ``NOTHING``, ``MODES`` or ``SHORT``; ``KNOWN`` (0) where it is not."""
+def mixing(draws: Any, num_ensembles: int | None = None, *, with_errors: bool = True) -> dict[str, Any]:
+    """Return what a summary shows of mixing, by column.
 
-    return each(draws, num_ensembles, _in_blocks(lambda *x: _Columns(*x).reason, NOTHING))
-
-
-def mixing(draws: Any, with_errors: bool = True) -> dict[str, Any]:
-    """Return what a summary of inference data shows of mixing, by column and variable: the split R-hat of particles,
-    the ``reason`` of :func:`why_unknown`, and effective sizes and standard errors if asked for. Of thousands of
-    variables sorting takes the time, so that draws are ranked once."""
+    These are the split R-hat of particles, the reason why :func:`ensemble_ess` is NaN (``NOTHING``, ``MODES`` or
+    ``SHORT``; ``KNOWN`` (0) where it is not), and effective sizes and standard errors if asked for. Of thousands of
+    variables sorting takes the time, so draws are ranked once.
+    """
     names = ["r_hat", "reason"] + ["ess_mean", "ess_tail", "mcse_mean", "mcse_sd"] * with_errors
 
     def of(x, groups, repels):
@@ -198,7 +195,9 @@ def mixing(draws: Any, with_errors: bool = True) -> dict[str, Any]:
         return np.stack(rows)
 
     unknown = np.where([name == "reason" for name in names], NOTHING, np.nan)
-    found = each(draws, None, _in_blocks(of, unknown))
+    found = each(draws, num_ensembles, _in_blocks(of, unknown))
+    if not isinstance(found, dict):
+        return dict(zip(names, found, strict=True))
     return {name: {variable: rows[k] for variable, rows in found.items()} for k, name in enumerate(names)}
 
 

@@ -29,7 +29,7 @@ from numpyro_repulsion import (
     nested_rhat,
     to_inference_data,
 )
-from numpyro_repulsion.diagnostics import MODES, SHORT, ensemble_mcse, why_unknown
+from numpyro_repulsion.diagnostics import MODES, SHORT, ensemble_mcse, mixing
 from numpyro_repulsion.dynamics import Overdamped
 from numpyro_repulsion.kernels.runs import coupling_of
 
@@ -272,16 +272,16 @@ def test_nothing_is_known_of_particles_in_separate_modes():
     for groups in (1, 20):
         for method in ("mean", "bulk", "tail", "sd"):
             assert np.isnan(ensemble_ess(apart, groups, method=method)).all()
-        assert (why_unknown(apart, groups) == MODES).all()
+        assert (mixing(apart, groups, with_errors=False)["reason"] == MODES).all()
     # One stray among twenty is enough; and modes that overlap, where R-hat is 1.04.
     stray = within + 0.4 * (np.arange(20) == 3)[:, None, None]
     near = within + 0.03 * (apart - within)
     for x in (stray, near):
-        assert (why_unknown(x) == MODES).all()
-    assert (why_unknown(within) == 0).all()
+        assert (mixing(x, with_errors=False)["reason"] == MODES).all()
+    assert (mixing(within, with_errors=False)["reason"] == 0).all()
     # Particles that change sides now and then are just slow.
     walk = np.asarray(random.normal(key, (20, 100, 10)), float).cumsum(1)
-    assert (why_unknown(walk) == SHORT).all()
+    assert (mixing(walk, with_errors=False)["reason"] == SHORT).all()
 
 
 def test_what_rests_on_few_events_is_not_known():
