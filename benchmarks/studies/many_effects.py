@@ -4,7 +4,8 @@ With default settings, `MCMC(kernel(model), 500, 500, num_chains=20)` runs besid
 300 + 300 iterations, ended after ten minutes) and NumPyro's SVI with minibatches (20,000 steps of Adam). Errors of
 scales are those of posterior means of their logarithms, in posterior standard deviations of the reference; the sds of
 effects are relative to the reference's. ESS and R-hat are the worst of all scales and of up to 100 entries of each
-other site. The two large problems have no reference. Seconds are processor time of the whole run, with compilation.
+other site. The two large problems have no reference. Findings include notes, as of a few `flagged_updates`. Seconds are
+processor time of the whole run, with compilation.
 """
 
 from collections.abc import Callable
