@@ -136,8 +136,8 @@ class HostSampler:
             for i, case in enumerate(some):
                 seeds[i], points[i], orders[i] = case
             rest = self.state.rng_key, seeds, points, orders, np.int32(count)
-            # A warmup evaluates about 500 gradients of the cloud for its measurements, and for a dense curvature two for
-            # each parameter in each of five windows.
+            # A warmup evaluates about 500 gradients of the cloud for its measurements, and for each of five dense
+            # curvatures two for each parameter.
             number = 500 + 10 * u.shape[-1] * (self.plan.is_noisy and self.plan.kind == "dense")
             found = self._run(warmup_programs.gradients, None, where, *rest, num_gradients=number)
             yield from zip(*(x[:count] for x in found), strict=True)
