@@ -112,7 +112,7 @@ def summary(run, *, exclude_diverged: bool = False, **kwargs):
         statistics = _statistics(posterior)
     if is_diagnosed:
         others = [] if kind.startswith("all") else list(table)
-        _add_columns(table, statistics, posterior, kwargs.get("round_to", 3))
+        _add_columns(table, statistics, kwargs.get("round_to"))
         for name in others:
             del table[name]
     diagnosis = diagnosis_of(run, posterior, statistics)
@@ -511,7 +511,7 @@ def _part(posterior, variables, coords):
     return posterior
 
 
-def _add_columns(table, statistics, posterior, round_to):
+def _add_columns(table, statistics, round_to):
     """Add the columns of mixing and precision to a table of ArviZ."""
     unknown = np.full(len(table), np.nan)
     # ArviZ 1.x stores text with the significant digits; from 1.3 on it stores numbers, and text to show instead.
@@ -524,8 +524,9 @@ def _add_columns(table, statistics, posterior, round_to):
         text = [f"{x:{'.0f' if name.startswith('ess') else '.2f' if 'r_hat' in name else '.2g'}}" for x in values]
         if shown and not is_text:
             shown[name] = dict(zip(table.index, text, strict=True))
-        elif isinstance(round_to, int):
-            values = values.round(0 if name.startswith("ess") else round_to)
+        elif round_to is None or isinstance(round_to, int):
+            digits = (2 if "r_hat" in name else 3) if round_to is None else round_to
+            values = values.round(0 if name.startswith("ess") else digits)
         table[name] = text if is_text else values
 
 
