@@ -109,7 +109,7 @@ def summary(run, *, exclude_diverged: bool = False, **kwargs):
     if is_ours:
         variables = [_variable(label, posterior) for label in table.index]
         posterior = _part(posterior, variables, kwargs.get("coords") or {})
-        statistics = _statistics(posterior)
+        statistics = _statistics(posterior, with_errors=is_diagnosed)
     if is_diagnosed:
         others = [] if kind.startswith("all") else list(table)
         _add_columns(table, statistics, kwargs.get("round_to"))
@@ -307,7 +307,7 @@ def _of_widths(posterior):
     return [Finding("several_basins", "error", float(wide), message, remedy)]
 
 
-def _statistics(posterior, with_errors=True):
+def _statistics(posterior, with_errors):
     """Return statistics of draws by column, each an array over all quantities; nothing of too few draws to tell."""
     if posterior.sizes["draw"] < 4:
         return {}

@@ -179,9 +179,9 @@ def nested_rhat(draws: Any, num_ensembles: int | None = None, *, method: str = "
 def mixing(draws: Any, num_ensembles: int | None = None, *, with_errors: bool = True) -> dict[str, Any]:
     """Return what a summary shows of mixing, by column.
 
-    These are the split R-hat of particles, the reason why :func:`ensemble_ess` is NaN (``NOTHING``, ``MODES`` or
-    ``SHORT``; ``KNOWN`` (0) where it is not), and effective sizes and standard errors if asked for. Of thousands of
-    variables sorting takes the time, so draws are ranked once.
+    These are the split R-hat of particles (NaN of a single one), the reason why :func:`ensemble_ess` is NaN
+    (``NOTHING``, ``MODES`` or ``SHORT``; ``KNOWN`` (0) where it is not), and effective sizes and standard errors if
+    asked for. Of thousands of variables sorting takes the time, so draws are ranked once.
     """
     names = ["r_hat", "reason"] + ["ess_mean", "ess_tail", "mcse_mean", "mcse_sd"] * with_errors
 
@@ -189,7 +189,7 @@ def mixing(draws: Any, num_ensembles: int | None = None, *, with_errors: bool = 
         columns = _Columns(x, groups, repels)
         # As of split chains, which are independent of each other.
         r_hat = _rank_rhat(x, lambda x: np.sqrt(_rhat(x, len(x)) ** 2 - 1.0 / x.shape[1]), columns.scores)
-        rows = [r_hat, columns.reason]
+        rows = [r_hat if len(x) > 1 else np.full_like(r_hat, np.nan), columns.reason]
         if with_errors:
             rows += [*map(columns.ess, ("bulk", "tail")), *map(columns.mcse, ("mean", "sd"))]
         return np.stack(rows)

@@ -2,6 +2,7 @@
 
 from functools import cache, partial
 
+import arviz
 import jax
 from jax import lax, random
 import jax.numpy as jnp
@@ -345,6 +346,15 @@ def test_nested_rhat_sees_ensembles_apart():
     # Particles that never move, the same places in every ensemble: it passes, as its docstring says.
     still = np.tile(np.arange(5.0), 4)[:, None] + 1e-3 * x[..., 0]
     assert nested_rhat(still, 4) < 1.01
+
+
+def test_rhat_is_that_of_arviz():
+    x = np.asarray(random.normal(random.key(0), (8, 101, 3)), float) + np.repeat([0.0, 0.3, 0.1, 0.0], 2)[:, None, None]
+    x[..., 1], x[0, 0, 2] = np.round(x[..., 1]), np.nan
+    for draws in (x, x[:, :100]):
+        expected = [float(arviz.rhat(draws[..., k])) for k in range(3)]
+        np.testing.assert_allclose(mixing(draws)["r_hat"], expected, rtol=1e-9)
+    assert np.isnan(mixing(x[:1])["r_hat"]).all() and np.isfinite(mixing(x[:1])["ess_mean"][0])
 
 
 def test_nested_rhat_is_that_of_arviz():
