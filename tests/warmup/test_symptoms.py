@@ -204,13 +204,26 @@ def funnel(dimension):
     numpyro.sample("x", dist.Normal(0, jnp.exp(v / 2)).expand([dimension - 1]).to_event(1))
 
 
+@cache
+def found_in_funnels(dimension):
+    return list(warmed_up(funnel, dimension, seeds=range(20), reparam=None))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dimension", [10, 100, 500])
 def test_centered_funnels_are_flagged(dimension):
-    found = list(warmed_up(funnel, dimension, seeds=range(20), reparam=None))
-    # One of the sixty is at 0.47, as another posterior is that runs well, and has another name, with the same remedy.
-    assert sum("as in a funnel" in words for words in found) >= 19
+    found = found_in_funnels(dimension)
     assert all("Curvature varies strongly" in words and "Reparameterize" in words for words in found)
+
+
+#: One run of twenty has a dependence of 0.47, as another posterior has that `SGHMC` samples well.
+MISSED = pytest.param(500, marks=pytest.mark.xfail(reason="one run of twenty is named varying_curvature"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dimension", [10, 100, MISSED])
+def test_centered_funnels_are_named(dimension):
+    assert not [words for words in found_in_funnels(dimension) if "as in a funnel" not in words]
 
 
 @pytest.mark.slow
