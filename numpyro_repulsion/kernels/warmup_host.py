@@ -189,7 +189,7 @@ def info_of(plan: WarmupPlan, timetable: Timetable, warmup: WarmupState, iterati
     """Return the `WindowInfo` of an iteration, counted from 0."""
     extreme = 0.0
     if plan.is_noisy and plan.measures:
-        extreme = warmup._replace(measurements=jax.device_get(warmup.measurements)).extreme_noise
+        extreme = warmup._replace(measurements=jax.device_get(warmup.measurements)).noise.extreme
     begins, ends = map(np.int32, timetable.half_of_arrival(iteration))
     return WindowInfo(
         np.int32(timetable.next_end(iteration)),
@@ -274,14 +274,13 @@ def judge(bound: BoundSampler, plan: WarmupPlan, programs: Programs, state: Warm
     warmup = jax.device_get(state.warmup)
     known = warmup.measurements
     with np.errstate(all="ignore"):
-        extreme = np.asarray(warmup.extreme_gradient if plan.measures else 0.0, like.dtype)
+        extreme = np.asarray(warmup.noise.extreme_gradient if plan.measures else 0.0, like.dtype)
         if not (plan.measures or plan.has_given_moves):
             return Judged(extreme, None)
         is_jumping = None if kernel.moves is None else what_is_on(bound, warmup)[1]
         is_swept = isinstance(kernel.gradient, Sweeps)
         curvature = known.high_curvature, known.largest_curvature, known.typical_steepness
-        noise = warmup.noise, warmup.isotropic_noise
-        measured = MeasuredFigures(*curvature, *noise, warmup.largest_variance(dynamics), warmup.bias, warmup.mean_bias)
+        measured = MeasuredFigures(*curvature, *warmup.noise[:2], warmup.largest_variance(dynamics), warmup.bias, warmup.mean_bias)
         problems = diagnose_warmup(warmup, plan.budget, dynamics, is_jumping, is_swept)
         if plan.budget is not None and plan.kind is not None and not problems.is_prolonged:
             sampler = HostSampler(bound, plan, programs, state)

@@ -180,7 +180,7 @@ def _lost(warmup, cloud, sampler):
     # Where the scale of a thousand effects is by a factor e smaller, U is a thousand nats lower, and so is the log of
     # the volume: all others would move to the particles in the neck.
     energy = energy - sampler.log_volume_gained(warmup, cloud.z)
-    return left_behind(energy / hotness, cloud.z.shape[-1], warmup.noise, bool(arrival.is_prolonged))
+    return left_behind(energy / hotness, cloud.z.shape[-1], warmup.noise.largest, bool(arrival.is_prolonged))
 
 
 def _replaced(rng, window, warmup, cloud, lost):
@@ -256,7 +256,7 @@ def update_prolongation(rng: Generator, window: Window, warmup: WarmupState, clo
 def _differ(warmup, plainly, cloud, sampler):
     """Return whether gradients stay noisy and what lies between two particles fits worse than they do, or whether the
     second half has sent them away."""
-    plain, corrected = warmup.measurements.mean_isotropic_noise[:2]
+    plain, corrected = warmup.measurements.mean_noise.mean[:2]
     dimension = cloud.z.shape[-1]
     z = cloud.z.reshape(-1, dimension)
     middle = ((z + np.roll(z, 1, 0)) / 2.0).reshape(cloud.z.shape)

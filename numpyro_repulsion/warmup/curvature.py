@@ -43,16 +43,26 @@ class CurvatureConstants:
 CURVATURE = CurvatureConstants()
 
 
+class NoiseFigures(NamedTuple):
+    """The noise of gradients: 0 or more, or negative if unknown; by the order of control variates ``(3,)``, or of one.
+
+    - **largest**, **mean** - the largest variance in any direction, and its mean over all.
+    - **extreme_gradient** - the largest coordinate that one gradient in ten exceeds.
+    - **extreme** - the same of its noise, which is not long where particles are far from the posterior.
+    """
+
+    largest: Float[AnyArray, ...]
+    mean: Float[AnyArray, ...]
+    extreme_gradient: Float[AnyArray, ...]
+    extreme: Float[AnyArray, ...]
+
+
 class Measurements(NamedTuple):
     """Measurements on successive clouds since the scales last changed, in the first ``number`` rows.
 
     - **number** - how many clouds.
     - **curvature** - the largest absolute curvature at each particle, ``(rows, particles)``.
-    - **noise** - the largest variance of the gradient in any direction, by the order of control variates,
-      ``(rows, 3)``.
-    - **isotropic_noise** - the mean of that variance over all directions, ``(rows, 3)``.
-    - **extreme_gradient** - the largest coordinate that one gradient in ten exceeds, ``(rows, 3)``.
-    - **extreme_noise** - the same of its noise, which is not long where particles are far from the posterior.
+    - **noise** - the :class:`NoiseFigures`, ``(rows, 4, 3)``.
     - **steepness** - how fast Γ changes, ``(rows,)``.
 
     Unknown or non-finite numbers are negative.
@@ -60,26 +70,20 @@ class Measurements(NamedTuple):
 
     number: Integer[AnyArray, ""]
     curvature: Float[AnyArray, "_ _"]
-    noise: Float[AnyArray, "_ _"]
-    isotropic_noise: Float[AnyArray, "_ _"]
-    extreme_gradient: Float[AnyArray, "_ _"]
-    extreme_noise: Float[AnyArray, "_ _"]
+    noise: Float[AnyArray, "_ 4 3"]
     steepness: Float[AnyArray, " _"]
 
     @staticmethod
     def empty(rows: int, particles: int, dtype) -> Measurements:
         """Return no measurements, with room for ``rows`` clouds."""
-        shapes = ((particles,), *4 * ((NUM_ORDERS,),), ())
+        shapes = (particles,), (len(NoiseFigures._fields), NUM_ORDERS), ()
         return Measurements(jnp.zeros((), jnp.int32), *(jnp.full((rows, *shape), UNKNOWN, dtype) for shape in shapes))
 
     def add(self, curvature: np.ndarray, noise: np.ndarray, steepness: float) -> Measurements:
-        """Return the measurements with one more cloud.
-
-        :param noise: the largest and the mean variance, and the extremes of the gradient and its noise, ``(4, 3)``.
-        """
+        """Return the measurements with one more cloud."""
         row = min(int(self.number), len(self.curvature) - 1)
         arrays = [np.array(known) for known in self[1:]]
-        for known, new in zip(arrays, (curvature, *noise, steepness), strict=True):
+        for known, new in zip(arrays, (curvature, noise, steepness), strict=True):
             known[row] = new
         return Measurements(np.asarray(row + 1), *arrays)
 
@@ -95,24 +99,9 @@ class Measurements(NamedTuple):
         return self.curvature[self.curvature >= 0].max(initial=0.0)
 
     @property
-    def mean_noise(self) -> np.ndarray:
-        """The mean gradient noise by the order of control variates, ``(3,)``."""
-        return _mean_of_known(self.noise)
-
-    @property
-    def mean_extreme_gradient(self) -> np.ndarray:
-        """The mean of the extremes of the gradient by the order of control variates, ``(3,)``."""
-        return _mean_of_known(self.extreme_gradient)
-
-    @property
-    def mean_extreme_noise(self) -> np.ndarray:
-        """The mean of the extremes of the noise by the order of control variates, ``(3,)``."""
-        return _mean_of_known(self.extreme_noise)
-
-    @property
-    def mean_isotropic_noise(self) -> np.ndarray:
-        """The mean isotropic gradient noise by the order of control variates, ``(3,)``."""
-        return _mean_of_known(self.isotropic_noise)
+    def mean_noise(self) -> NoiseFigures:
+        """The mean figures by the order of control variates; 0 where unknown."""
+        return NoiseFigures(*_mean_of_known(self.noise))
 
     @property
     def typical_steepness(self) -> float:
@@ -194,9 +183,7 @@ def estimate_curvature(
     :param mixes: whether the particles visit the same places. Noise in directions that a single particle has is then
         that of a moment; otherwise, as in modes of a network, it stays.
     :return: the largest absolute curvature at each particle, ``(G L,)``, negative where it is not finite; and the
-        noise of the gradient for each order of control variates, ``(4, 3)``, negative where unknown: its largest
-        variance in any direction, the mean of that over all directions, and the largest coordinate that one in ten
-        exceeds, of gradients and of their noise, pooled over the particles.
+        :class:`NoiseFigures`, ``(4, 3)``, pooled over the particles.
     """
     distance = np.broadcast_to(np.asarray(width, u.dtype), u.shape[:-1])[..., None]
     direction = signs(rng, u.shape, u.dtype) / np.asarray(u.shape[-1] ** 0.5, u.dtype)

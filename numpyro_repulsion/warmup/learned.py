@@ -341,5 +341,5 @@ def diagnose_warmup(
         has_heavy_tails=has_heavy_tails,
         has_basins=has_basins and not jumps_well,
         is_diagonal=warmup.preconditioner.kind == "diagonal",
-        noise_ratio=warmup.noise_share * warmup.noise / curvature,
+        noise_ratio=warmup.noise_share * warmup.noise.largest / curvature,
     )

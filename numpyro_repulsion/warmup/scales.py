@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from numpy.random import Generator
 
-from numpyro_repulsion.dynamics import Cloud, CurvatureStats
+from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.gradients import ArrowRoot
 from numpyro_repulsion.rounding import cholesky, eigh
 from numpyro_repulsion.warmup.arrival import replace_lost, without_lost
@@ -23,7 +23,7 @@ from numpyro_repulsion.warmup.curvature import (
 )
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner, inverse_root
 from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
-from numpyro_repulsion.warmup.step_size import STEP, lengthens_steps
+from numpyro_repulsion.warmup.step_size import allowed_noise
 from numpyro_repulsion.warmup.windows import FREEZE, Window
 
 
@@ -113,7 +113,7 @@ def _whitened(rng, window, warmup, cloud, sampler):
         hessian, covariance = hessian_and_noise(rng, points, gradients, *numbers, warmup.order)
     scale, factor = whitening(weight * hessian + (1.0 - weight) * np.eye(dimension, dtype=hessian.dtype)), 1.0
     if covariance.any():
-        allowed = _allowed_noise(warmup, cloud, sampler) / (SCALES.caution if warmup.order == 2 else 1.0)
+        allowed = allowed_noise(warmup, cloud, sampler) / (SCALES.caution if warmup.order == 2 else 1.0)
         whitened = scale.T @ covariance @ scale
         further, factor = shrink_noisy_directions(whitened, num_pairs * num_independent, allowed)
         scale = scale @ further
@@ -174,7 +174,7 @@ def _arrow(rng, window, warmup, cloud, sampler):
         trial, y = _trial(warmup, change, points)
         noise = noise_by_coordinate(rng, y, sampler.gradients(trial), SCALES.pairs_of_arrow, warmup.order)
         # Each noisy coordinate by itself takes shorter steps, rather than all.
-        allowed = _allowed_noise(warmup, cloud, sampler)
+        allowed = allowed_noise(warmup, cloud, sampler)
         factors = pooled_factors(np.maximum(noise / allowed, 1.0), change.root.units)
         factors /= factors.min()
         factor = factors.max()
@@ -252,23 +252,6 @@ def _num_noise_pairs(window, cloud, plan):
     few = max(1, min(-(-SCALES.draws * cloud.z.shape[-1] // number), SCALES.pairs))
     most = window.timetable.num_warmup * plan.num_steps // 100
     return max(few, min(-(-SCALES.draws_of_rows * plan.num_minibatches // number), most)), number
-
-
-def _allowed_noise(warmup, cloud, sampler):
-    """Return the gradient noise whose bias is within the tolerance at the longest step that the curvature allows."""
-    error = sampler.dynamics.step_error(sampler.couple(cloud.z, warmup.bandwidth))
-    curvature = np.maximum(warmup.measurements.high_curvature, 1.0)
-    tolerance = sampler.plan.tolerance_of_any(error, warmup.order)
-
-    def longest(curvature, noise):
-        return error.max_step_for_bias(tolerance, CurvatureStats(curvature, curvature, noise))
-
-    step_size = longest(curvature, 0.0)
-    remaining = error.remaining_noise(step_size, CurvatureStats(curvature, curvature, 1.0, 0.0, sampler.plan.sweep))
-    tiny = np.finfo(cloud.z.dtype).eps
-    # Of known noise only a share counts.
-    unknown = STEP.unknown if lengthens_steps(warmup, cloud, sampler) else 1.0
-    return longest(tiny, 1.0) / step_size / remaining / unknown
 
 
 def _changed(warmup, cloud, change):

@@ -15,7 +15,7 @@ from numpyro_repulsion.gradients import Centering, Reference, Units
 from numpyro_repulsion.rounding import AnyArray, xp
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.warmup.adam import ADAM, Adam, Surroundings, first_rates
-from numpyro_repulsion.warmup.curvature import UNKNOWN, Measurements
+from numpyro_repulsion.warmup.curvature import UNKNOWN, Measurements, NoiseFigures
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
 from numpyro_repulsion.warmup.symptoms import Symptoms
 from numpyro_repulsion.warmup.windows import SETTLING_ENDS, Window
@@ -205,24 +205,9 @@ class WarmupState(NamedTuple):
         return self.has_basins or bool(self.symptoms is not None and self.symptoms.widest.may_have_basins)
 
     @property
-    def noise(self) -> float:
-        """The largest variance of the gradient in use, in any direction."""
-        return self.measurements.mean_noise[self.order]
-
-    @property
-    def extreme_gradient(self) -> float:
-        """The largest coordinate that one gradient in ten exceeds, in use; 0 if unknown."""
-        return self.measurements.mean_extreme_gradient[self.order]
-
-    @property
-    def extreme_noise(self) -> float:
-        """The same of its noise."""
-        return self.measurements.mean_extreme_noise[self.order]
-
-    @property
-    def isotropic_noise(self) -> float:
-        """The mean variance of the gradient in use, over all directions."""
-        return self.measurements.mean_isotropic_noise[self.order]
+    def noise(self) -> NoiseFigures:
+        """The noise of the gradient in use."""
+        return NoiseFigures(*(by_order[self.order] for by_order in self.measurements.mean_noise))
 
     @property
     def order(self) -> int:

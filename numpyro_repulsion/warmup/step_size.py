@@ -41,6 +41,8 @@ class StepConstants:
     #: With fewer effective draws in all along most coordinates, even with a longer step, runs with minibatches keep the
     #: budget: they tell only about what moves fast, and that would be biased.
     least: float = 20.0
+    #: Gradient noise that exceeds the allowed one by so much needs second order before the scales are frozen.
+    excess: float = 100.0
     #: The share of the limit of stability up to which known noise lengthens steps, and, at typical particles, a short
     #: run raises them.
     stable: float = 0.5
@@ -64,7 +66,7 @@ def update_reference(rng: Generator, window: Window, warmup: WarmupState, cloud:
     known, is_common = warmup.reference, sampler.plan.epoch is None
     if known is None or not window.moves_references or not (is_common or window.was_arrival):
         return warmup, cloud
-    u, has_hessian = warmup.moments.position if is_common else cloud.z, _has_hessian(window, known, sampler)
+    u, has_hessian = warmup.moments.position if is_common else cloud.z, _needs_hessian(window, warmup, cloud, sampler)
     known = known._replace(order=np.asarray(1 + has_hessian, np.int32))
     found = sampler.evaluate_reference(rng, warmup, known, u, has_hessian)
     if has_hessian and found.hessian is not None and not found.hessian.is_known:
@@ -72,7 +74,7 @@ def update_reference(rng: Generator, window: Window, warmup: WarmupState, cloud:
         nothing = jax.tree.map(np.zeros_like, found.hessian)
         found = found._replace(hessian=nothing, order=np.asarray(1, np.int32))
     warmup = warmup._replace(reference=found)
-    if window.is_at(FREEZE):
+    if has_hessian and sampler.plan.kind != "arrow" or window.is_at(FREEZE):
         # The scales, which are next, shrink directions for the noise of this order, which `update_step_size` confirms
         # or replaces. Between two modes, that of second order may be hundreds of times the plain one.
         order = least_noisy_order(rng, int(found.order), warmup, cloud, sampler)
@@ -89,12 +91,14 @@ def least_noisy_order(rng: Generator, highest: int, warmup: WarmupState, cloud: 
     return np.asarray(orders[int(np.argmin(np.where(noise < 0, np.inf, noise)))], np.int32)
 
 
-def _has_hessian(window, reference, sampler):
-    """Return whether a reference has its Hessian at the end of this window."""
-    # A dense one costs a pass over the rows for each parameter, and noise limits the steps until the last anyway. That
-    # of an arrow costs less, and gives the scales.
-    is_due = window.is_at(FREEZE) or sampler.plan.kind == "arrow"
-    return reference.hessian is not None and (is_due or not window.is_adapting)
+def _needs_hessian(window, warmup, cloud, sampler):
+    """Return whether a reference gets its Hessian at the end of this window."""
+    if warmup.reference.hessian is None:
+        return False
+    # That of an arrow gives the scales. A dense one costs a pass over the rows for each parameter, and noise limits the
+    # steps until the last anyway; but so much of it keeps particles from arriving.
+    is_due = window.is_at(FREEZE) or sampler.plan.kind == "arrow" or warmup.order == 2
+    return is_due or sampler.plan.budget is not None and warmup.noise.largest > STEP.excess * allowed_noise(warmup, cloud, sampler)
 
 
 def update_step_size(rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> Found:
@@ -110,7 +114,7 @@ def update_step_size(rng: Generator, window: Window, warmup: WarmupState, cloud:
     if found.gradient_noise is not None:
         found = found._replace(gradient_noise=_known_noise(rng, window, warmup, found, cloud, sampler))
     found = _with_step_size(rng, window, found, cloud, sampler)
-    return found, sampler.settled(cloud, found.step_size, found.isotropic_noise)
+    return found, sampler.settled(cloud, found.step_size, found.noise.mean)
 
 
 def _measured(rng, window, warmup, cloud, sampler):
@@ -124,8 +128,10 @@ def _measured(rng, window, warmup, cloud, sampler):
     points, gradients = without_lost(rng, cloud.z, warmup, sampler)
     orders = [0]
     if plan.has_reference:
-        has_hessian = _has_hessian(window, warmup.reference, sampler) and warmup.reference.hessian.is_known
-        in_use = int(warmup.reference.order)
+        in_use, hessian = int(warmup.reference.order), warmup.reference.hessian
+        # Before the scales are frozen, the Hessian may be that of an earlier reference.
+        has_hessian = in_use == 2 or not window.is_adapting or window.is_at(FREEZE) or plan.kind == "arrow"
+        has_hessian = has_hessian and hessian is not None and hessian.is_known
         orders = [in_use, *(order for order in range(2 + has_hessian) if order != in_use)]
     keeps_apart = window.is_prolonged or warmup.may_have_basins
     curvature, noise = estimate_curvature(rng, points, width, gradients, orders, not keeps_apart)
@@ -169,16 +175,16 @@ def _best_order(warmup, cloud, sampler, orders):
     plan, dynamics = sampler.plan, sampler.dynamics
     known = warmup.measurements
     # Not one without a finite gradient.
-    orders = [order for order in orders if (known.noise[:, order] >= 0).any()] or [0]
+    orders = [order for order in orders if (known.noise[:, 0, order] >= 0).any()] or [0]
     if plan.sweep is None or plan.budget is None:
         # Of thousands of coordinates one may be noisy by chance, so all count as much as it. Of equal ones the highest.
-        both = known.mean_noise * known.mean_isotropic_noise
+        both = known.mean_noise.largest * known.mean_noise.mean
         return min(sorted(orders, reverse=True), key=lambda order: both[order])
     coupling, variance = sampler.couple(cloud.z, warmup.bandwidth), warmup.largest_variance(dynamics)
     error = dynamics.step_error(coupling)
 
     def step(order):
-        noise = known.mean_noise[order], known.mean_isotropic_noise[order]
+        noise = known.mean_noise.largest[order], known.mean_noise.mean[order]
         stats = _stats(warmup, noise, variance, coupling, sampler)
         return error.max_step_for_bias(plan.tolerance(error, order), stats) / (2.0 if order else 1.0)
 
@@ -221,7 +227,7 @@ def _longest_within_bias(rng, window, warmup, cloud, sampler, error, stats, need
         return longest(stats)
     # Rare kicks should not turn them back.
     kick = np.sqrt(2.0 * most_gained(cloud.z.shape[-1], sampler.dynamics)) / STEP.rare
-    most = np.minimum(STEP.stable * error.stability_limit(stats), kick / max(warmup.extreme_noise, 1e-6))
+    most = np.minimum(STEP.stable * error.stability_limit(stats), kick / max(warmup.noise.extreme, 1e-6))
     return np.maximum(longest(stats), np.minimum(longest(without_known(stats)), most))
 
 
@@ -242,6 +248,23 @@ def lengthens_steps(warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> bool
 def _is_known(warmup):
     """Whether known gradient noise takes the place of injected noise."""
     return warmup.gradient_noise is not None and warmup.gradient_noise.any()
+
+
+def allowed_noise(warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> np.ndarray:
+    """Return the gradient noise whose bias is within the tolerance at the longest step that the curvature allows."""
+    error = sampler.dynamics.step_error(sampler.couple(cloud.z, warmup.bandwidth))
+    curvature = np.maximum(warmup.measurements.high_curvature, 1.0)
+    tolerance = sampler.plan.tolerance_of_any(error, warmup.order)
+
+    def longest(curvature, noise):
+        return error.max_step_for_bias(tolerance, CurvatureStats(curvature, curvature, noise))
+
+    step_size = longest(curvature, 0.0)
+    remaining = error.remaining_noise(step_size, CurvatureStats(curvature, curvature, 1.0, 0.0, sampler.plan.sweep))
+    tiny = np.finfo(cloud.z.dtype).eps
+    # Of known noise only a share counts.
+    unknown = STEP.unknown if lengthens_steps(warmup, cloud, sampler) else 1.0
+    return longest(tiny, 1.0) / step_size / remaining / unknown
 
 
 def without_known(stats: CurvatureStats, room: float = np.inf) -> CurvatureStats:
@@ -277,7 +300,7 @@ def _with_step_size(rng, window, warmup, cloud, sampler):
     plan, dynamics, size = sampler.plan, sampler.dynamics, cloud.potential_energy.size
     coupling = sampler.couple(cloud.z, warmup.bandwidth)
     error, variance = dynamics.step_error(coupling), warmup.largest_variance(dynamics)
-    noise = window.annealed_share * warmup.noise, window.annealed_share * warmup.isotropic_noise
+    noise = tuple(window.annealed_share * x for x in warmup.noise[:2])
     # Whitened by the mean curvature, some direction has one of 1, even if lost particles make the variance huge.
     whitened = np.minimum(variance, 1.0) if plan.is_noisy and plan.kind is not None else variance
     stats = _stats(warmup, noise, whitened, coupling, sampler)

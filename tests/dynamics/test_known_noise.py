@@ -148,7 +148,8 @@ def test_steps_with_momenta_become_longer_up_to_limits(dynamics):
     error = dynamics.step_error(coupling)
 
     def longest(known=1.0, largest=3.0, extreme=1.0, noise=2.0):
-        warmup = SimpleNamespace(gradient_noise=np.full(100, known), order=2, extreme_noise=extreme, bandwidth=0.0)
+        rare = SimpleNamespace(extreme=extreme)
+        warmup = SimpleNamespace(gradient_noise=np.full(100, known), order=2, noise=rare, bandwidth=0.0)
         stats = CurvatureStats(*map(np.float64, (1.5, largest, noise)), isotropic_noise=np.float64(noise))
         return step_size_module._longest_within_bias(None, window, warmup, cloud, sampler, error, stats, 0.0), stats
 

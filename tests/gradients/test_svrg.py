@@ -106,7 +106,7 @@ def test_warmup_measures_in_the_middle_of_an_epoch():
     # After warmup epochs have their length.
     sampling, _ = anchors(kernel, 12, state=kernel.freeze(states[-1], (Y,), {}, False, 100))
     assert np.asarray(sampling.learned.reference.age).tolist() == [3, 4] + [1, 2, 3, 4] * 2 + [1, 2]
-    plain, corrected, _ = states[-1].warmup.measurements.noise[-1]
+    plain, corrected, _ = states[-1].warmup.measurements.noise[-1, 0]
     assert corrected < 1e-2 * plain
 
 

@@ -181,10 +181,10 @@ def test_measurements_pool_clouds():
     values = [*range(10), *range(11, 20)]
     assert pool.high_curvature == pytest.approx(np.quantile(values, 0.9))
     assert pool.largest_curvature == 19.0
-    assert pool.mean_noise.tolist() == [3.0, 2.0, 0.5]
-    np.testing.assert_allclose(pool.mean_isotropic_noise, [1.5, 0.5, 0.2])
-    assert pool.mean_extreme_gradient.tolist() == [8.0, 6.0, 3.0]
-    assert pool.mean_extreme_noise.tolist() == [2.0, 3.0, 5.0]
+    assert pool.mean_noise.largest.tolist() == [3.0, 2.0, 0.5]
+    np.testing.assert_allclose(pool.mean_noise.mean, [1.5, 0.5, 0.2])
+    assert pool.mean_noise.extreme_gradient.tolist() == [8.0, 6.0, 3.0]
+    assert pool.mean_noise.extreme.tolist() == [2.0, 3.0, 5.0]
     assert pool.typical_steepness == pytest.approx(12.5**0.5)
 
 
