@@ -280,7 +280,8 @@ def judge(bound: BoundSampler, plan: WarmupPlan, programs: Programs, state: Warm
         is_jumping = None if kernel.moves is None else what_is_on(bound, warmup)[1]
         is_swept = isinstance(kernel.gradient, Sweeps)
         curvature = known.high_curvature, known.largest_curvature, known.typical_steepness
-        measured = MeasuredFigures(*curvature, *warmup.noise[:2], warmup.largest_variance(dynamics), warmup.bias, warmup.mean_bias)
+        noise, variance = warmup.noise, warmup.largest_variance(dynamics)
+        measured = MeasuredFigures(*curvature, noise.largest, noise.mean, variance, warmup.bias, warmup.mean_bias)
         problems = diagnose_warmup(warmup, plan.budget, dynamics, is_jumping, is_swept)
         if plan.budget is not None and plan.kind is not None and not problems.is_prolonged:
             sampler = HostSampler(bound, plan, programs, state)

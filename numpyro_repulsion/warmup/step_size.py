@@ -66,15 +66,15 @@ def update_reference(rng: Generator, window: Window, warmup: WarmupState, cloud:
     known, is_common = warmup.reference, sampler.plan.epoch is None
     if known is None or not window.moves_references or not (is_common or window.was_arrival):
         return warmup, cloud
-    u, has_hessian = warmup.moments.position if is_common else cloud.z, _needs_hessian(window, warmup, cloud, sampler)
+    u, has_hessian = warmup.moments.position if is_common else cloud.z, needs_hessian(window, warmup, cloud, sampler)
     known = known._replace(order=np.asarray(1 + has_hessian, np.int32))
     found = sampler.evaluate_reference(rng, warmup, known, u, has_hessian)
-    if has_hessian and found.hessian is not None and not found.hessian.is_known:
+    if has_hessian and not found.hessian.is_known:
         # Over all rows it is not an arrow. NaN would be in corrections of first order too, even times 0.
         nothing = jax.tree.map(np.zeros_like, found.hessian)
         found = found._replace(hessian=nothing, order=np.asarray(1, np.int32))
     warmup = warmup._replace(reference=found)
-    if has_hessian and sampler.plan.kind != "arrow" or window.is_at(FREEZE):
+    if (has_hessian and sampler.plan.kind != "arrow") or window.is_at(FREEZE):
         # The scales, which are next, shrink directions for the noise of this order, which `update_step_size` confirms
         # or replaces. Between two modes, that of second order may be hundreds of times the plain one.
         order = least_noisy_order(rng, int(found.order), warmup, cloud, sampler)
@@ -91,14 +91,16 @@ def least_noisy_order(rng: Generator, highest: int, warmup: WarmupState, cloud: 
     return np.asarray(orders[int(np.argmin(np.where(noise < 0, np.inf, noise)))], np.int32)
 
 
-def _needs_hessian(window, warmup, cloud, sampler):
+def needs_hessian(window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> bool:
     """Return whether a reference gets its Hessian at the end of this window."""
-    if warmup.reference.hessian is None:
+    if warmup.reference is None or warmup.reference.hessian is None:
         return False
     # That of an arrow gives the scales. A dense one costs a pass over the rows for each parameter, and noise limits the
     # steps until the last anyway; but so much of it keeps particles from arriving.
-    is_due = window.is_at(FREEZE) or sampler.plan.kind == "arrow" or warmup.order == 2
-    return is_due or sampler.plan.budget is not None and warmup.noise.largest > STEP.excess * allowed_noise(warmup, cloud, sampler)
+    if window.is_at(FREEZE) or sampler.plan.kind == "arrow" or warmup.order == 2:
+        return True
+    is_measured = sampler.plan.budget is not None
+    return is_measured and bool(warmup.noise.largest > STEP.excess * allowed_noise(warmup, cloud, sampler))
 
 
 def update_step_size(rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> Found:
@@ -250,7 +252,7 @@ def _is_known(warmup):
     return warmup.gradient_noise is not None and warmup.gradient_noise.any()
 
 
-def allowed_noise(warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> np.ndarray:
+def allowed_noise(warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> float:
     """Return the gradient noise whose bias is within the tolerance at the longest step that the curvature allows."""
     error = sampler.dynamics.step_error(sampler.couple(cloud.z, warmup.bandwidth))
     curvature = np.maximum(warmup.measurements.high_curvature, 1.0)

@@ -23,7 +23,7 @@ from numpyro_repulsion.warmup.adam import Adam
 from numpyro_repulsion.warmup.bandwidth import measure_steepness
 from numpyro_repulsion.warmup.learned import diagnose_warmup
 from numpyro_repulsion.warmup.state import ArrivalState, WarmupPlan, WarmupState
-from numpyro_repulsion.warmup.step_size import least_noisy_order, update_step_size
+from numpyro_repulsion.warmup.step_size import least_noisy_order, needs_hessian, update_step_size
 
 EULER = Overdamped("euler")
 
@@ -439,3 +439,33 @@ def test_scales_are_shrunk_for_the_order_with_the_least_noise(sizes, best):
     warmup = SimpleNamespace(arrival=SimpleNamespace(lost=np.zeros((1, 20), bool)), reference=None)
     cloud, sampler = SimpleNamespace(z=numbers(0, (1, 20, 5))), SimpleNamespace(gradients=lambda _: noisy)
     assert least_noisy_order(generator(), 2, warmup, cloud, sampler) == best
+
+
+@pytest.mark.parametrize(
+    ("end", "noise", "kind", "order", "needs"),
+    [
+        (30, 1.0, "dense", 1, False),
+        (30, 2000.0, "dense", 1, True),  # as of a few extreme rows, which keep particles from arriving
+        (40, 1.0, "dense", 2, True),  # once in use
+        (60, 1.0, "dense", 1, True),
+        (30, 1.0, "arrow", 1, True),
+    ],
+)
+def test_a_hessian_comes_early_where_noise_keeps_particles_from_arriving(end, noise, kind, order, needs):
+    plan = WarmupPlan(BiasBudget(), kind, False, True, is_noisy=True)
+    known = SimpleNamespace(high_curvature=1.0)
+    reference = SimpleNamespace(hessian=np.eye(2))
+    warmup = SimpleNamespace(
+        reference=reference,
+        measurements=known,
+        noise=SimpleNamespace(largest=noise),
+        order=order,
+        gradient_noise=None,
+        bandwidth=0.0,
+    )
+    cloud, sampler = SimpleNamespace(z=numbers(0, (1, 20, 2))), SimpleNamespace(plan=plan, dynamics=Overdamped())
+    sampler.couple = lambda u, bandwidth: Coupling.of_figures(1.0, 1.0, True)
+    window = Window(Timetable(100), end)
+    assert needs_hessian(window, warmup, cloud, sampler) == needs
+    reference.hessian = None
+    assert not needs_hessian(window, warmup, cloud, sampler)
