@@ -290,7 +290,7 @@ class CloudMover:
             goes_on = now.has_turned if reference is None or reference.order is None else reference.order < 2
             proposal, turns = turn_back(cloud, proposal, self.dynamics, now.has_turned | goes_on)
         cloud, is_rejected = reject_nonfinite(cloud, self.layout(cloud.z).place(proposal))
-        total = now.cut_off + jnp.where(is_rejected, 0.0, cut_off[-1])
+        total = now.cut_off + jnp.where(is_rejected | turns, 0.0, cut_off[-1])
         return Progress(cloud, now.num_updates + 1, now.flagged + (is_rejected | turns), total, turns)
 
     def _coupling(self, interaction, u, learned, step_size):

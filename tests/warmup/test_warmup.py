@@ -13,7 +13,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import SGLD, SGLDR, BiasBudget, ControlVariates, Subsampled
+from numpyro_repulsion import SGHMC, SGLD, SGLDR, BiasBudget, ControlVariates, Subsampled
 from numpyro_repulsion.dynamics import Cloud, Overdamped
 from numpyro_repulsion.warmup import Preconditioner, WarmupPlan, WarmupState
 from numpyro_repulsion.warmup.learned import WarmupDiagnosis, diagnose_warmup
@@ -234,3 +234,19 @@ def test_long_gradients_are_cut_and_counted():
     assert not after.diverging.any() and abs(float(after.cut_off) / 1e5 - 1.0) < 0.01
     # 20 standard deviations of a gradient, times the step, and noise.
     assert abs(after.z[2, 0] - starts[2, 0]) < 10.0
+
+
+@pytest.mark.parametrize(("momentum", "stays"), [(0.0, False), (60.0, True)])
+def test_what_is_cut_off_from_an_update_that_is_turned_back_does_not_count(momentum, stays):
+    """Its gradient moves no particle."""
+
+    def energy(z):
+        return jnp.sum(z**2) / 2 + 1e6 * jnp.sum(jnp.maximum(z - 3.5, 0.0) ** 2)
+
+    kernel = SGHMC(potential_fn=energy, num_steps=1)
+    state = kernel.init(random.split(random.key(0), 4), 100, jnp.zeros((4, 1)), (), {})
+    learned = state.learned._replace(step_size=jnp.asarray(0.1), gradient_limit=jnp.asarray(1.0))
+    fast = jax.tree.map(lambda x: jnp.full_like(x, momentum), state.memory)
+    state = state._replace(learned=learned, z=jnp.zeros((4, 1)), gradient=jnp.zeros((4, 1)), memory=fast)
+    after = jax.jit(lambda state: kernel.sample(state, (), {}))(state)
+    assert after.diverging.all() == stays and float(after.cut_off) == 0
