@@ -482,6 +482,7 @@ class ModelTarget(Target):
         factors = [name for name, site in sampled.items() if site["infer"].get("is_auxiliary")]
         self.factors = [name for name in factors if not sampled[name]["infer"].get("is_prior")]
         self.observed = [name for name, site in sampled.items() if site["is_observed"] and name not in factors]
+        self.num_terms = sum(np.size(sampled[name]["value"]) for name in (*self.observed, *self.factors))
         latent = {name: site for name, site in sampled.items() if not site["is_observed"]}
         self.discrete = [name for name, site in latent.items() if site["fn"].support.is_discrete]
         self.latent = [name for name in latent if name not in self.discrete]

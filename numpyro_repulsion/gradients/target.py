@@ -30,6 +30,7 @@ class Target:
       plates. Their scale factors fit minibatches of exactly ``subsample_size`` rows.
     - **is_random** - whether U is an estimate that differs from key to key even for given rows.
     - **work** - about how many evaluations of the density of a row one of U takes.
+    - **num_terms** - of how many log densities of observations U is the sum on a minibatch; 0 if unknown.
     - **location_scale** - the sites whose prior scale depends on other sites; they can be centered partly.
     - **num_products** - how many products of an effect and a scale there may be, which can be centered partly too.
     - **num_groups** - how many groups of such effects may be added to another coefficient, which can take their mean.
@@ -42,6 +43,7 @@ class Target:
     rows_outside: Mapping[str, list[str]] = MappingProxyType({})
     is_random: bool = False
     work: int = 1
+    num_terms: int = 0
     location_scale: Mapping[str, Any] = MappingProxyType({})
     num_products: int = 0
     num_groups: int = 0
@@ -100,7 +102,7 @@ class Wrapped(Target):
         self._target = target
         self.args, self.kwargs = target.args, target.kwargs
         self.plates, self.rows_outside, self.is_random = target.plates, target.rows_outside, target.is_random
-        self.work = target.work
+        self.work, self.num_terms = target.work, target.num_terms
 
     def with_arguments(self, args, kwargs):
         other = copy(self)

@@ -33,12 +33,15 @@ def compiler_options(bound: BoundSampler, num_updates: int, num_particles: int, 
     target = bound.target
     batches = bound.gradient.batches(target)
     share = min((batches[name] / size for name, (size, _) in target.plates.items()), default=1.0)
-    data = sum(int(np.size(leaf)) for leaf in jax.tree.leaves((target.args, dict(target.kwargs))))
-    entries = target.work * share * data + dimension * min(dimension, 100)
+    more = max((batches[name] / size for name, (_, size) in target.plates.items()), default=1.0)
+    leaves = jax.tree.leaves((target.args, dict(target.kwargs)))
+    rows = max((np.shape(leaf)[0] for leaf in leaves if np.ndim(leaf)), default=0)
+    # Products of matrices are as fast without optimization, so their entries hardly count.
+    terms = target.work * max(share * rows, more * target.num_terms) + dimension * min(dimension, 100) / 20
     options = quickly()
-    # So many operations take about as long in two runs without optimization as the optimizing takes: about 2e8 in a
-    # probit regression, and 7e7 in a negative binomial one, which needs a log-gamma function for each row.
-    if bound.kernel._num_runs * num_updates * num_particles * entries < 1.5e8:
+    # So many terms take less time in two runs without optimization than the optimizing takes: these are equal at about
+    # 3e7 to 4e7 in logistic and probit regressions, 1.5e8 in Gaussian ones, and 1.5e7 in negative binomial ones.
+    if bound.kernel._num_runs * num_updates * num_particles * terms < 2.5e7:
         return options
     return {name: value for name, value in options.items() if name != "xla_backend_optimization_level"}
 

@@ -127,10 +127,19 @@ def test_pieces_of_warmup_are_stored_and_go_on(tmp_path, monkeypatch):
 
 
 def test_options_follow_from_shapes():
+    def is_quick(X, y):
+        def linear(X, y):
+            numpyro.sample("y", dist.Normal((X @ jnp.ones(1000)).reshape(-1, *[1] * (y.ndim - 1)), 1.0), obs=y)
+            numpyro.sample("z", dist.Normal())
+
+        return "xla_backend_optimization_level" in compiler_options(SGLD(linear).bind((X, y)), 1000, 20, 2)
+
     few, many = (SGLD(model).bind((jnp.zeros(rows),)) for rows in (40, 40_000_000))
     assert compiler_options(few, 1000, 20, 2)["xla_backend_optimization_level"] == 0
     assert "xla_backend_optimization_level" not in compiler_options(few, 100_000_000, 20, 2)
     assert compiler_options(many, 1000, 20, 2) == compiler_options(few, 1000, 20, 2)  # minibatches have 8 rows
+    assert is_quick(jnp.zeros((1000, 1000)), jnp.zeros(1000))  # a product of matrices
+    assert not is_quick(jnp.zeros((1000, 1000)), jnp.zeros((1000, 1000)))  # as many observations
     shared = SGLD(model)
     shared._num_runs = 100_000  # as `calibrate` may know
     assert "xla_backend_optimization_level" not in compiler_options(shared.bind((jnp.zeros(40),)), 1000, 20, 2)
