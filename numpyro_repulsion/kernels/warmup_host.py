@@ -138,7 +138,7 @@ class HostSampler:
             rest = self.state.rng_key, seeds, points, orders, np.int32(count)
             # A warmup evaluates about 500 gradients of the cloud for its measurements, and for each of five dense
             # curvatures two for each parameter.
-            number = 500 + 10 * u.shape[-1] * (self.plan.is_noisy and self.plan.kind == "dense")
+            number = 500 + 20 * u.shape[-1] * (self.plan.is_noisy and self.plan.kind == "dense")
             found = self._run(warmup_programs.gradients, None, where, *rest, num_gradients=number)
             yield from zip(*(x[:count] for x in found), strict=True)
 
