@@ -255,11 +255,11 @@ def real():
             ax.scatter([row[key][0] for row in mine], y, s=22, facecolors=face, edgecolors=color, lw=1)
             # An arrow for what lies beyond the axis.
             for x, at in zip((row[key][0] for row in mine), y, strict=True):
-                if x > 0.23:
-                    ax.plot(0.225, at, ">", color=color, mfc="none", ms=4)
-                    ax.annotate(f"{x:.2f}", (0.229, at - 0.15), color=color, fontsize=8, ha="right", va="top")
+                if x > 0.3:
+                    ax.plot(0.295, at, ">", color=color, mfc="none", ms=4)
+                    ax.annotate(f"{x:.2f}", (0.299, at - 0.15), color=color, fontsize=8, ha="right", va="top")
         ax.axvline(0.15 if key == "mean" else 0.1, color="0.5", lw=1, ls="--")
-        ax.set(xlim=(0, 0.23), ylim=(-len(order) + 0.3, 0.4), xlabel=f"largest {title}")
+        ax.set(xlim=(0, 0.3), ylim=(-len(order) + 0.3, 0.4), xlabel=f"largest {title}")
     axes[0].set_yticks(-np.arange(len(order)), order)
     axes[0].annotate("target", (0.152, -6.3), color="0.4", fontsize=8)
     axes[1].annotate("SGLD", (0.17, -0.3), color=BLUE)
