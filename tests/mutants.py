@@ -164,6 +164,14 @@ control variates in a centering without its volume | gradients/control.py | test
 -return energy - volume, pull((gradient, -jnp.ones_like(volume)))[0]
 +return energy, pull((gradient, jnp.zeros_like(volume)))[0]
 
+clipped gradients of updates that are turned back count | kernels/iteration.py | test_warmup | cut_off
+-jnp.where(is_rejected | turns, 0.0, cut_off[-1])
++jnp.where(is_rejected, 0.0, cut_off[-1])
+
+no early Hessian where noise is extreme | warmup/step_size.py | test_step_size | hessian
+-return is_measured and bool(
++return False and bool(
+
 momenta never turn back with minibatches | kernels/iteration.py | test_turning | minibatches
 -if not self.plan.is_noisy or has_hessian:
 +if not self.plan.is_noisy:
