@@ -62,7 +62,7 @@ class Measurements(NamedTuple):
 
     - **number** - how many clouds.
     - **curvature** - the largest absolute curvature at each particle, ``(rows, particles)``.
-    - **noise** - the :class:`NoiseFigures`, ``(rows, 4, 3)``.
+    - **noise** - the ``NoiseFigures``, ``(rows, 4, 3)``.
     - **steepness** - how fast Γ changes, ``(rows,)``.
 
     Unknown or non-finite numbers are negative.
@@ -183,7 +183,7 @@ def estimate_curvature(
     :param mixes: whether the particles visit the same places. Noise in directions that a single particle has is then
         that of a moment; otherwise, as in modes of a network, it stays.
     :return: the largest absolute curvature at each particle, ``(G L,)``, negative where it is not finite; and the
-        :class:`NoiseFigures`, ``(4, 3)``, pooled over the particles.
+        ``NoiseFigures``, ``(4, 3)``, pooled over the particles.
     """
     distance = np.broadcast_to(np.asarray(width, u.dtype), u.shape[:-1])[..., None]
     direction = signs(rng, u.shape, u.dtype) / np.asarray(u.shape[-1] ** 0.5, u.dtype)
