@@ -188,7 +188,7 @@ class ExtrapolatedMeans(NamedTuple):
     - **plain_mean**, **plain_mcse** - the same of the run's draws alone.
     - **shift**, **shift_mcse** - what was added to ``plain_mean``, and its standard error: the estimated bias of the
       step size, with the opposite sign.
-    - **step_size** - ε of the run; of several plain chains, that of the first.
+    - **step_size** - ε of the run.
     - **fall** - r, the share of the bias that halving the smaller step once more would leave: 1/2 for first order in ε,
       1/4 for second.
 
@@ -283,9 +283,10 @@ def extrapolate(
             "A schedule uses steps of many sizes, so there is no single step size to extrapolate from. Run with a "
             "number as `step_size`, or without one."
         )
-    if kernel.moves is not None:
+    # Jumps that warmup switched on by itself stand in its results only.
+    if kernel.moves is not None or mcmc.last_state.learned.jumps is not None:
         raise ValueError(
-            "Jumps by `moves` are exact for any step size, so the bias of draws is not proportional to a power of "
+            "Jumps between basins are exact for any step size, so the bias of draws is not proportional to a power of "
             "it. Compare with a run with half the `step_size`."
         )
     levels, step = integer("`levels`", levels), _step_in_use(mcmc)
@@ -378,7 +379,7 @@ def predict_bias(mcmc: MCMC, is_other: bool | None = None) -> Callable[..., tupl
     u, steepness, *figures = jax.device_get(compiled(partial(_figures, kernel), target)(state))
     coupling, known = Coupling.of_figures(*figures), jax.device_get(state.learned.figures)
     is_replaced = state.learned.gradient_noise is not None and bool(np.any(state.learned.gradient_noise))
-    if is_other or known is None or not plan.measures:
+    if is_other or known is None or plan.budget is None:
         gradient = compiled(partial(_gradient, kernel), target)
 
         def gradients(cases):

@@ -73,6 +73,11 @@ def solve_triangular(scale: Any, x: Any, transposed: bool = False) -> Any:
     return scipy.linalg.solve_triangular(scale, x, lower=True, trans=int(transposed), check_finite=False)
 
 
+def solve_rows(scale: Any, x: Any, transposed: bool = False) -> Any:
+    """Return ``S⁻¹ x``, or ``S⁻ᵀ x``, for each row x of ``(..., d)`` and a lower triangular S."""
+    return solve_triangular(scale, x.reshape(-1, x.shape[-1]).T, transposed).T.reshape(x.shape)
+
+
 @contextmanager
 def unrounded() -> Iterator[None]:
     """Evaluate a model in full precision, unless the user has set another in JAX; a context, and a decorator.

@@ -12,7 +12,7 @@ import pytest
 import numpyro
 import numpyro.distributions as dist
 
-from numpyro_repulsion import SGLD, SGLDR, SGNHT, SVGD, ensemble_mcse
+from numpyro_repulsion import SGLD, SGLDR, SGNHT, SVGD, ensemble_mcse, extrapolate, to_inference_data
 from numpyro_repulsion.dynamics import Cloud, Overdamped
 from numpyro_repulsion.moves import DENSITY, Basins
 
@@ -129,7 +129,7 @@ def check(model, draws, words):
 def spiked():
     """A run with a spike and a slab."""
     ((draws, words, mcmc),) = runs(spike_and_slab, [1])
-    return draws, words, mcmc.last_state
+    return draws, words, mcmc
 
 
 def test_the_weights_of_a_spike_and_a_slab_are_right(spiked):
@@ -203,7 +203,7 @@ def test_minibatches_do_not_jump():
 
 
 def test_a_kernel_that_never_jumps_does_not_go_on_jumping(spiked):
-    _, _, state = spiked
+    state = spiked[-1].last_state
     assert state.learned.jumps.kind == DENSITY
 
     def tally_after(state):
@@ -211,6 +211,13 @@ def test_a_kernel_that_never_jumps_does_not_go_on_jumping(spiked):
 
     assert float(tally_after(state).tally[0]) == float(state.learned.jumps.tally[0]) + 1
     assert tally_after(state._replace(learned=state.learned._replace(jumps=None))) is None
+
+
+def test_jumps_that_nobody_asked_for_are_told(spiked):
+    _, _, mcmc = spiked
+    assert "Basins" in to_inference_data(mcmc).posterior.attrs["moves"]
+    with pytest.raises(ValueError, match="Jumps between basins are exact for any step size"):
+        extrapolate(mcmc)
 
 
 def test_jumps_that_nobody_asked_for_take_little_memory():

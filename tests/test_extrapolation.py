@@ -189,7 +189,7 @@ def test_misuse_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="no single step size to extrapolate"):
         extrapolate(mcmc)
     mcmc.sampler = SGLD(potential_fn=gaussian, step_size=0.1, interaction=Independent(), moves=Archive())
-    with pytest.raises(ValueError, match="Jumps by `moves` are exact for any step size"):
+    with pytest.raises(ValueError, match="Jumps between basins are exact for any step size"):
         extrapolate(mcmc)
     mcmc.sampler = plain
     monkeypatch.setattr(bias, "predict_bias", lambda *_: lambda: (3.1, 0.0))

@@ -88,10 +88,10 @@ def _densities(mcmc, state):
     def look(target, position):
         found = {"the potential energy": fingerprint(target, unravel, position)}
         if isinstance(target, ModelTarget) and not target.discrete:
-            rows = {name: jnp.asarray(np.arange(b) * n // b) for name, (n, b) in target.plates.items()}
             values = target.constrain(unravel(position))
             latent = {name: values[name] for name in target.latent}
-            sites, _ = compute_log_probs(target.bind(rows, jax.random.key(0)), target.args, target.kwargs, latent)
+            model = target.bind(target.spread_rows(), jax.random.key(0))
+            sites, _ = compute_log_probs(model, target.args, target.kwargs, latent)
             found |= {f"the density of site '{name}'": jnp.sum(value) for name, value in sites.items()}
         return found
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Integer
 import numpy as np
 
 from numpyro_repulsion.gradients.target import Target, compiled, quickly
-from numpyro_repulsion.rounding import AnyArray, matmul, namespace, solve_triangular, xp
+from numpyro_repulsion.rounding import AnyArray, matmul, namespace, solve_rows, xp
 
 #: Beyond so many parameters, a Hessian must be an arrow to be computed and used.
 DENSE = 512
@@ -253,7 +253,7 @@ class ArrowRoot:
         """Return ``S⁻¹ x``."""
         rest, own = self.units.split(x)
         own = _by_unit(self.inverses, own + self._across(rest, own))
-        return self.units.join(self._solved(rest, transposed=False), own)
+        return self.units.join(solve_rows(self.rest, rest), own)
 
     def transposed_times(self, gradient: Float[AnyArray, "*particles d"]) -> Float[AnyArray, "*particles d"]:
         """Return ``Sᵀ ∇``."""
@@ -265,17 +265,13 @@ class ArrowRoot:
         """Return ``S⁻ᵀ ∇``."""
         rest, own = self.units.split(gradient)
         own = _by_unit(xp.swapaxes(self.inverses, 1, 2), own)
-        return self.units.join(self._solved(rest, transposed=True) + self._back(own), own)
+        return self.units.join(solve_rows(self.rest, rest, transposed=True) + self._back(own), own)
 
     def _across(self, rest, own):
         return matmul(rest, self.cross.reshape(-1, self.cross.shape[-1]).T).reshape(own.shape)
 
     def _back(self, own):
         return matmul(own.reshape(*own.shape[:-2], -1), self.cross.reshape(-1, self.cross.shape[-1]))
-
-    def _solved(self, rest, transposed):
-        flat = rest.reshape(-1, rest.shape[-1])
-        return solve_triangular(self.rest, flat.T, transposed=transposed).T.reshape(rest.shape)
 
 
 def _joined(parts):
@@ -346,10 +342,7 @@ def _sample_products(target, number):
 
         return lax.map(lambda v: jax.jvp(jax.grad(energy), (position,), (v,))[1], directions)
 
-    rows = {}
-    for name, (size, batch) in target.plates.items():
-        count = min(size, max(batch, number))
-        rows[name] = jnp.asarray(np.arange(count) * size // count)
+    rows = target.spread_rows({name: min(size, max(batch, number)) for name, (size, batch) in target.plates.items()})
     run = compiled(products, target, quickly())
 
     def evaluate(directions):

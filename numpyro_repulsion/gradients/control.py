@@ -42,7 +42,8 @@ class ControlVariates(Subsampled):
 
     An update costs two gradients on its minibatch, of which the one at ẑ comes with its derivative along z - ẑ for the
     second order. Warmup makes four passes over all rows, and for the Hessian one for each parameter, once, when scales
-    are frozen; for an arrow one for each parameter outside of the large group, four times. Warmup measures the noise of
+    are frozen, and before that if noise keeps particles from arriving; for an arrow one for each parameter outside of
+    the large group, four times. Warmup measures the noise of
     all orders, takes the best, and reports if it is none, the plain minibatch gradient (distant modes have no common
     reference; :class:`~numpyro_repulsion.SVRG` has one for each particle). A run that continues with other data than
     its warmup recomputes what it needs at the reference. For a random likelihood (``numpyro.prng_key()``), and a site
@@ -81,7 +82,8 @@ class ControlVariates(Subsampled):
     def __post_init__(self):
         super().__post_init__()
         if self.order not in (None, 1, 2):
-            raise ValueError(f"ControlVariates: `order` must be 1, 2 or None (the better one); got {self.order!r}.")
+            name = type(self).__name__
+            raise ValueError(f"{name}: `order` must be 1, 2 or None (the better one); got {self.order!r}.")
 
     def hessian_units(self, target, dimension):
         """Return the units of the Hessian over all rows, which warmup computes if that is asked for or costs little.
@@ -112,8 +114,8 @@ class ControlVariates(Subsampled):
             if self.order is None:
                 return False
             raise ValueError(
-                f"{self!r} needs second derivatives of the log density, which this model does not have ({error}). Use "
-                "ControlVariates(order=1), or replace jax.custom_vjp by jax.custom_jvp."
+                f"{self!r} needs second derivatives of the log density, which this model does not have ({error}). Set "
+                "order=1, or replace jax.custom_vjp by jax.custom_jvp."
             ) from error
         return True
 
@@ -330,8 +332,7 @@ def full_gradient(
 
 def fingerprint(target: Target, unravel: Callable, position: Float[Array, " d"]) -> Float[Array, ""]:
     """Return U at one flat particle, on rows of minibatch size spread evenly over each plate, to compare data."""
-    rows = {name: jnp.asarray(np.arange(batch) * size // batch) for name, (size, batch) in target.plates.items()}
-    return target.potential_energy(unravel(position), rows, jax.random.key(0)).astype(position.dtype)
+    return target.potential_energy(unravel(position), target.spread_rows(), jax.random.key(0)).astype(position.dtype)
 
 
 def chunks(target: Target, size: int | None = None) -> tuple[dict[str, int], np.ndarray, dict, dict]:

@@ -67,20 +67,19 @@ def _weighted_energy(target, z, rows, weights):
         return potential_energy(model, target.args, target.kwargs, z)
 
 
-def likelihood_energies(target: Target, particles: Particle) -> jax.Array:
-    """Return U without the priors (but with, if discrete sites are summed out), from up to 1,000 rows of each plate.
+def likelihood_energies(target: ModelTarget, particles: Particle) -> jax.Array:
+    """Return U without the priors (but with, if discrete sites are summed out), from up to 1,000 rows of each plate,
+    or one minibatch.
 
     :param particles: with leaves ``(n, ...)``; the result is ``(n,)``.
     """
     # Minibatches that are evaluated one after another, with rows spread evenly.
     number = max(1, min((min(size, 1000) // batch for size, batch in target.plates.values()), default=1))
-    rows = {
-        name: jnp.asarray((np.arange(number * batch) * size // (number * batch)).reshape(number, batch))
-        for name, (size, batch) in target.plates.items()
-    }
+    rows = target.spread_rows({name: number * batch for name, (_, batch) in target.plates.items()})
+    rows = {name: x.reshape(number, -1) for name, x in rows.items()}
 
     def energy(z, rows):
-        if not isinstance(target, ModelTarget) or target.discrete:
+        if target.discrete:
             return target.potential_energy(z, rows, random.key(0))
         return _weighted_energy(target, z, rows, dict.fromkeys(target.latent, jnp.zeros(())))
 
@@ -95,9 +94,9 @@ def likelihood_energies(target: Target, particles: Particle) -> jax.Array:
 def likelihood_gradients(target: ModelTarget, particles: Particle, without: Sequence[set[str]]) -> list[Particle]:
     """Return the gradients of U at particles with leaves ``(n, ...)``, without the priors of each set of sites.
 
-    Minibatches consist of rows at equal distances.
+    Minibatches consist of rows spread evenly.
     """
-    rows = {name: jnp.arange(batch) * (size // batch) for name, (size, batch) in target.plates.items()}
+    rows = target.spread_rows()
     names = sorted(target.latent)
     weights = jnp.asarray(np.array([[float(name not in left_out) for name in names] for left_out in without]))
 

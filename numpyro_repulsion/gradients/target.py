@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
+import numpy as np
 
 from numpyro_repulsion.processes import is_spread
 from numpyro_repulsion.rounding import unrounded
@@ -89,6 +90,11 @@ class Target:
     def find_nan(self) -> list[str]:
         """Return, in words, where the data contain NaN."""
         return []
+
+    def spread_rows(self, counts: Mapping[str, int] | None = None) -> Indices:
+        """Return rows spread evenly over each subsampled plate: as many as in a minibatch, or as given."""
+        counts = counts or {name: batch for name, (_, batch) in self.plates.items()}
+        return {name: jnp.asarray(np.arange(n) * self.plates[name][0] // n) for name, n in counts.items()}
 
     def crossed_plates(self) -> list[list[str]]:
         """Return the subsampled plates in groups such that no term of U uses rows of two groups."""

@@ -287,7 +287,7 @@ def _attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) 
         "is_sampler": str(kernel.dynamics.is_sampler).lower(),
         "interaction": repr(kernel.interaction),
         "dynamics": repr(kernel.dynamics),
-        "moves": repr(kernel.moves),
+        "moves": repr(kernel.moves if state.learned.jumps is None else bound_of(mcmc).moves),
         "gradient": repr(bound_of(mcmc).gradient),
         "control_variates": order,
         "minibatches": ", ".join(f"{size} of {total} {name}" for name, (total, size) in plates.items()),
@@ -310,7 +310,7 @@ def _attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) 
         "num_steps": kernel.num_steps,
         "num_warmup": mcmc.num_warmup,
         "thinning": mcmc.thinning,
-        "num_flagged_updates": int(np.sum(state.num_flagged_updates)),
+        "num_flagged_updates": int(state.num_flagged_updates),
         "share_flagged": share_flagged,
         "clipping_shift": clipping_shift,
     }

@@ -168,7 +168,7 @@ class ParticleKernel(Settings, MCMCKernel):
         mcmc, _ = calling_mcmc("run")
         if mcmc is None or not isinstance(state := mcmc.post_warmup_state, ParticleState):
             return True
-        self._num_shown = int(np.max(state.num_flagged_updates))
+        self._num_shown = int(state.num_flagged_updates)
         requirements.require_agreement(self, mcmc, None, 0, state, *arguments(mcmc))
         has_chains, bound = check_chains(state, mcmc), self.bind(*arguments(mcmc))
         bound.gradient.share(bound.target)

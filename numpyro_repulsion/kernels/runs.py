@@ -153,7 +153,7 @@ def of_updates(mcmc: MCMC) -> tuple[float, float]:
     kernel, state = mcmc.sampler, mcmc.last_state
     counted = int(state.iteration) - (int(state.num_warmup) if state.origin.has_warmed else 0)
     number = max(1, counted * kernel.num_steps * mcmc.num_chains)
-    return float(np.sum(state.num_flagged_updates) / number), float(np.sum(state.cut_off) / number)
+    return float(state.num_flagged_updates / number), float(state.cut_off / number)
 
 
 def coupling_of(mcmc: MCMC) -> tuple[str, int]:

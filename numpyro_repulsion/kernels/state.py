@@ -75,8 +75,9 @@ def check_state(state: ParticleState, kernel: Settings, target: Target, gradient
                 "The state centers hierarchical sites of the model that made it, and this kernel's model has others. "
                 f"Run the model of the state; or, {_ANEW}."
             )
-    pairs = zip(state.origin.settings, Origin.of(kernel, gradient).settings, strict=True)
-    if changed := [f"{name}={old} and is now {name}={new}" for (name, old), (_, new) in pairs if old != new]:
+    old, new = dict(state.origin.settings), dict(Origin.of(kernel, gradient).settings)
+    names = (name for name in old | new if old.get(name) != new.get(name))
+    if changed := [f"{name}={old.get(name)} and is now {name}={new.get(name)}" for name in names]:
         raise ValueError(
             f"The state was made with {', '.join(changed)}: continue with the kernel that made it; or, {_ANEW}."
         )

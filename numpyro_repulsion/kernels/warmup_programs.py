@@ -16,7 +16,7 @@ these programs, window by window.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax import lax, random
@@ -28,6 +28,7 @@ from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.gradients import (
     Arrow,
     Centering,
+    ModelTarget,
     Particle,
     Recovered,
     Reference,
@@ -64,7 +65,7 @@ class WindowInfo(NamedTuple):
     arrived: Integer[AnyArray, ""]  # after how many iterations particles have arrived
     half: tuple[Integer[AnyArray, ""], Integer[AnyArray, ""]]  # where the present half of the arrival begins and ends
     is_adapting: Bool[AnyArray, ""]  # whether scales are still adapted
-    extreme_noise: Float[AnyArray, ""]  # as in `Measurements`, so far; 0 if unknown
+    extreme_noise: Float[AnyArray, ""]  # as in `NoiseFigures`, so far; 0 if unknown
 
 
 class WarmupMover(CloudMover):
@@ -124,7 +125,7 @@ class WarmupMover(CloudMover):
         """Return what is learned so far, for updates of the sampler.
 
         :param extreme: of gradients, or of their noise while particles may be far from the posterior, as in
-            `Measurements`; ``None`` if nothing is clipped. Of exact gradients, only this counts.
+            `NoiseFigures`; ``None`` if nothing is clipped. Of exact gradients, only this counts.
         """
         limit, now = None, warmup
         if extreme is not None and self.plan.kind is not None and self.plan.measures:
@@ -245,7 +246,7 @@ def energy_to_compare(bound: BoundSampler, _: None, where: Coordinates, y) -> An
     mover = _at(bound, where)
     # In the coordinates of the model, because others have Jacobians.
     z = mover.recover(where, y).z
-    energies = likelihood_energies(bound.target, jax.vmap(mover.unravel)(z.reshape(-1, z.shape[-1])))
+    energies = likelihood_energies(cast(ModelTarget, bound.target), jax.vmap(mover.unravel)(z.reshape(-1, z.shape[-1])))
     return energies.reshape(y.shape[:-1]).astype(y.dtype)
 
 
@@ -374,7 +375,7 @@ class Frozen(NamedTuple):
 class Judged(NamedTuple):
     """What the host says of a warmup at its end."""
 
-    extreme_gradient: Float[AnyArray, ""]  # as in `Measurements`
+    extreme_gradient: Float[AnyArray, ""]  # as in `NoiseFigures`
     packed: Float[AnyArray, " _"] | None  # as in `Learned`
 
 

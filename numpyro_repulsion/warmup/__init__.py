@@ -18,8 +18,8 @@ update_scales        scales.py      positions, gradients; or curvature and   sca
 update_bandwidth     bandwidth.py   positions, bias of the step              bandwidth
 update_step_size     step_size.py   curvature and noise (curvature.py), and  step; the order of control variates in
                                     what the other learners wrote            use; the memory of the dynamics
-update_prolongation  arrival.py     the noise with and without control       arrival, scales, reference; the cloud in
-                                    variates                                 the new coordinates
+update_prolongation  arrival.py     the noise with and without control       arrival, scales, centering, reference;
+                                    variates                                 the cloud in the new coordinates
 ===================  =============  =======================================  =========================================
 
 ``kernels/warmup_host.py`` calls them, and jumps after them. Everything that warmup learned is constant afterwards

@@ -170,7 +170,7 @@ def _lost(warmup, cloud, sampler):
     """Return which particles have almost no posterior mass around them."""
     arrival = warmup.arrival
     # Energies of a hot cloud differ by more, in proportion to its temperature, and matter less.
-    hotness = max(sampler.dynamics.temperature or 0.0, 1.0)
+    hotness = max(sampler.dynamics.temperature, 1.0)
     if arrival.surroundings is not None:
         return arrival.surroundings.is_lost(hotness)
     # Minibatch noise hides curvature, and energies on different minibatches are not comparable unless control

@@ -81,7 +81,7 @@ class Measurements(NamedTuple):
 
     def add(self, curvature: np.ndarray, noise: np.ndarray, steepness: float) -> Measurements:
         """Return the measurements with one more cloud."""
-        row = min(int(self.number), len(self.curvature) - 1)
+        row = int(self.number)
         arrays = [np.array(known) for known in self[1:]]
         for known, new in zip(arrays, (curvature, noise, steepness), strict=True):
             known[row] = new

@@ -11,7 +11,7 @@ from jaxtyping import Float
 import numpy as np
 
 from numpyro_repulsion.gradients import ArrowRoot, Units
-from numpyro_repulsion.rounding import AnyArray, cholesky, eigh, matmul, solve_triangular, xp
+from numpyro_repulsion.rounding import AnyArray, cholesky, eigh, matmul, solve_rows, solve_triangular, xp
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Preconditioner(NamedTuple):
         if self.scale.ndim == 1:
             z = z / self.scale
             return self._stretch(z, inverse=True) if self.root is None else self.root.solve(z)
-        return solve_triangular(self.scale, z.reshape(-1, z.shape[-1]).T).T.reshape(z.shape)
+        return solve_rows(self.scale, z)
 
     def to_positions(self, u: Float[AnyArray, "*particles d"]) -> Float[AnyArray, "*particles d"]:
         """Return z for whitened positions u, ``(..., d)``."""
@@ -103,8 +103,7 @@ class Preconditioner(NamedTuple):
             return self.root.transposed_solve(gradient) / self.scale
         if self.scale.ndim == 1:
             return self._stretch(gradient, inverse=True) / self.scale
-        flat = gradient.reshape(-1, gradient.shape[-1])
-        return solve_triangular(self.scale, flat.T, transposed=True).T.reshape(gradient.shape)
+        return solve_rows(self.scale, gradient, transposed=True)
 
     def by_coordinate(
         self, u: Float[AnyArray, "*particles d"], gradient: Float[AnyArray, "*particles d"]
@@ -165,12 +164,17 @@ def first_scale(
     return Preconditioner(jnp.diag(scale) if kind == "dense" else scale, center)
 
 
+def usable(scale: np.ndarray) -> np.ndarray:
+    """Return scales, and 1 for those that are not finite and positive."""
+    return np.where(np.isfinite(scale) & (scale > 0), scale, 1.0)
+
+
 def inverse_root(covariance: np.ndarray) -> np.ndarray:
     """Return S with ``S Sᵀ`` the inverse of a covariance, lower triangular or ``(d,)``; identity where not finite."""
     if covariance.ndim == 1:
         scale = covariance**-0.5
         # An infinite variance, from a gradient whose square overflows, gives 0.
-        return np.where(np.isfinite(scale) & (scale > 0), scale, 1.0)
+        return usable(scale)
     identity = np.eye(len(covariance), dtype=covariance.dtype)
     # The reversed Cholesky factor of the reversed matrix is upper triangular, and S is the inverse of its transpose.
     root = cholesky(covariance[::-1, ::-1])[::-1, ::-1]
@@ -235,8 +239,7 @@ class Moments(NamedTuple):
         count = max(float(self.number), 1.0)
         position, gradient = self.position_scatter / count, self.gradient_scatter / count
         variances = (position, gradient) if position.ndim == 1 else (position.diagonal(), gradient.diagonal())
-        unit = (variances[0] / variances[1]) ** 0.25
-        unit = np.where(np.isfinite(unit) & (unit > 0), unit, 1.0)
+        unit = usable((variances[0] / variances[1]) ** 0.25)
         if position.ndim == 1:
             return Preconditioner(unit, self.position)
         if not dense:

@@ -21,7 +21,7 @@ from numpyro_repulsion.warmup.curvature import (
     noise_by_coordinate,
     widest,
 )
-from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner, inverse_root
+from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner, inverse_root, usable
 from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
 from numpyro_repulsion.warmup.step_size import allowed_noise
 from numpyro_repulsion.warmup.windows import FREEZE, Window
@@ -233,7 +233,7 @@ def _sds(window, warmup):
     # curvature tells the scales.
     if not window.was_arrival or window.is_prolonged:
         return np.ones_like(sds)
-    return np.where(np.isfinite(sds) & (sds > 0), sds, 1.0)
+    return usable(sds)
 
 
 def _num_for_curvature(cloud, plan, rank=None):
@@ -302,7 +302,7 @@ def whitening(curvature: np.ndarray) -> np.ndarray:
     diagonal = np.abs(curvature if curvature.ndim == 1 else curvature.diagonal())
     if curvature.ndim == 1:
         return np.maximum(np.where(np.isfinite(diagonal), diagonal, 1.0), SCALES.smallest_along) ** -0.5
-    unit = np.where(np.isfinite(diagonal) & (diagonal > 0), diagonal, 1.0) ** -0.5
+    unit = usable(diagonal) ** -0.5
     relative = curvature * np.outer(unit, unit)
     if np.isfinite(cholesky(relative - SCALES.smallest * np.eye(len(unit)))).all():
         return unit[:, None] * inverse_root(relative)  # Hundreds of times as fast.
@@ -403,7 +403,5 @@ def _recentered(rng, warmup, cloud, sampler, centering, found):
 def _rescaled(rng, warmup, y, centering):
     """Return the state with other coordinates, scaled by the spread of the particles along each, and these in them."""
     flat = replace_lost(rng, y, warmup.arrival.lost).reshape(-1, y.shape[-1])
-    sds = np.std(flat, 0)
-    sds = np.where(np.isfinite(sds) & (sds > 0), sds, 1.0)
-    change = warmup.preconditioner.along_coordinates(sds, flat.mean(0))
+    change = warmup.preconditioner.along_coordinates(usable(np.std(flat, 0)), flat.mean(0))
     return warmup._replace(preconditioner=change, centering=centering), change.whiten(y)

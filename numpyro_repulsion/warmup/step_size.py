@@ -153,7 +153,8 @@ def _measured(rng, window, warmup, cloud, sampler):
 
 def _known_noise(rng, window, before, warmup, cloud, sampler):
     """Return the variance of the gradient noise along each coordinate, as the mean since the scales were frozen, or
-    since the control variates have another order; zeros where it does not take the place of injected noise."""
+    since the control variates have another order, when the first measurement counts as all before it; zeros where it
+    does not take the place of injected noise."""
     if window.is_adapting or not _replaces_noise(warmup, cloud, sampler):
         return np.zeros_like(before.gradient_noise)
     points, gradients = without_lost(rng, cloud.z, warmup, sampler)

@@ -16,7 +16,7 @@ from results import run
 import numpyro
 import numpyro.distributions as dist
 
-from numpyro_repulsion import SGLD, SVRG, ControlVariates, Subsampled, to_inference_data
+from numpyro_repulsion import SGLD, SVRG, ControlVariates, Subsampled, Sweeps, to_inference_data
 from numpyro_repulsion.gradients import CenteredTarget, Centering, ModelTarget, Reference, Units, evaluate_reference
 from numpyro_repulsion.gradients.control import chunks, full_gradient
 
@@ -274,6 +274,14 @@ def test_energy_is_that_of_the_gradient(order):
     np.testing.assert_allclose(numerical, draw(KEY, z[None, None])[1][0, 0], rtol=5e-3, atol=0.1)
 
 
+def test_rows_are_spread_over_the_whole_plate():
+    target = ModelTarget(rows_model(199, 100))
+    (rows,) = target.spread_rows().values()
+    (more,) = target.spread_rows(dict.fromkeys(target.plates, 150)).values()
+    for found, number in ((rows, 100), (more, 150)):
+        assert len(set(found.tolist())) == number and found[0] == 0 and found[-1] >= 197
+
+
 def test_which_order_warmup_may_take():
     few, many = (ModelTarget(rows_model(size, 4)) for size in (40, 1_000_000))
     dense = {(few, 3): True, (many, 3): True, (many, 200): False, (few, 600): False}
@@ -282,8 +290,8 @@ def test_which_order_warmup_may_take():
         assert ControlVariates(order=2).hessian_units(target, dimension) == Units(dimension)
         assert ControlVariates(order=1).hessian_units(target, dimension) is None
         assert SVRG().hessian_units(target, dimension) is None
-    with pytest.raises(ValueError, match="must be 1, 2 or None .* got 3"):
-        ControlVariates(order=3)
+    with pytest.raises(ValueError, match="Sweeps: `order` must be 1, 2 or None .* got 3"):
+        Sweeps(order=3)
 
 
 students = mean_of(student)

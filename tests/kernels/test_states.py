@@ -17,8 +17,9 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import SGHMC, SGLD, SGLDR, SGNHT, SVRG, BiasBudget, ControlVariates, run_in_pieces
+from numpyro_repulsion import RBF, SGHMC, SGLD, SGLDR, SGNHT, SVRG, BiasBudget, ControlVariates, run_in_pieces
 from numpyro_repulsion.dynamics import Overdamped
+from numpyro_repulsion.interactions import Scheduled
 
 Y = jnp.linspace(-1.0, 1.0, 20)
 
@@ -69,6 +70,11 @@ def abstractly(kernel, state, *args):
         ("momenta", sgld(kernel=SGNHT), "kernel=SGHMC and is now kernel=SGNHT"),  # the first memory has the same shape
         ("lm", sgld(0.2), "step_size=0.1 and is now step_size=0.2"),
         ("schedule", sgld(optax.linear_schedule(0.1, 0.01, 200)), r"and is now step_size=.*: \[0.1000"),
+        (
+            "rbf",
+            sgld(kernel=SGLDR, interaction=Scheduled(RBF(), optax.linear_schedule(1.0, 0.0, 10))),
+            "weight of the interaction=None and is now weight of the interaction=",
+        ),
         ("lm", sgld(num_ensembles=2), "num_ensembles=1 and is now num_ensembles=2"),
         ("dense", sgld(preconditioner=np.ones(2)), "preconditioner=digest .* now preconditioner=digest"),
         ("lm", SGLD(potential_fn=quadratic), "step_size=0.1 and is now step_size=BiasBudget"),
