@@ -72,6 +72,11 @@ class Dynamics:
     #: The step size of an optimizer, unless it is given: its steps have no bias that warmup could measure.
     default_step: ClassVar[float | None] = None
 
+    @property
+    def unit_of_energy(self) -> float:
+        """T, of which variances and differences of energy are multiples; 1 for T = 0."""
+        return self.temperature or 1.0
+
     def step_error(self, coupling: Coupling) -> StepError:
         """Return how much a step distorts the stationary distribution, given a coupling; unknown by default."""
         return UnknownError(
@@ -145,7 +150,7 @@ def reject_nonfinite(cloud: Cloud, proposal: Cloud) -> tuple[Cloud, Bool[Array, 
 def most_gained(dimension: int, dynamics: Dynamics) -> float:
     """Return how much energy a particle with momenta may gain in one update."""
     # Noise alone adds energy with a standard deviation of up to the square root of the dimension.
-    return (20.0 + 5.0 * dimension**0.5) * (dynamics.temperature or 1.0)
+    return (20.0 + 5.0 * dimension**0.5) * dynamics.unit_of_energy
 
 
 def turn_back(

@@ -199,7 +199,7 @@ def to_inference_data(
     of_chains = {"ensemble": facts["ensemble"]}
     if all_count:
         dimension = mcmc.last_state.gradient.shape[-1]
-        temperature = kernel.dynamics.temperature or 1.0
+        temperature = kernel.dynamics.unit_of_energy
         problems = mcmc.last_state.learned.diagnosis
         # Warmup prolonged the arrival, as for networks.
         is_network = problems is not None and bool(problems.is_prolonged)

@@ -125,7 +125,7 @@ def summarize_curvature(
     :param shared: whether the particles of a group share their minibatch.
     :param sweep: the number of minibatches that pass through all rows; ``None`` if minibatches are independent.
     """
-    temperature = dynamics.temperature or 1.0
+    temperature = dynamics.unit_of_energy
     # K amplifies noise that all particles share by its largest eigenvalue Λ, and each particle's own noise by K_ii.
     largest_noise, isotropic_noise = (
         x * (coupling.bound / np.mean(coupling.diagonal) if shared else 1.0) / temperature for x in noise

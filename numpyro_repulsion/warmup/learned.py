@@ -283,7 +283,7 @@ def update_symptoms(rng: Generator, window: Window, warmup: WarmupState, cloud: 
     is_short = sampler.plan.is_noisy and window.num_settled > 4 and not window.is_last
     if warmup.symptoms is None or window.is_adapting or is_short:
         return warmup, cloud
-    return warmup._replace(symptoms=warmup.symptoms.next_window(sampler.dynamics.temperature or 1.0)), cloud
+    return warmup._replace(symptoms=warmup.symptoms.next_window(sampler.dynamics.unit_of_energy)), cloud
 
 
 def diagnose_warmup(
@@ -317,7 +317,7 @@ def diagnose_warmup(
     travels = is_sampler and has_no_moves
     variance = warmup.largest_variance(dynamics)
     # With diagonal scales, some direction may vary more than any coordinate.
-    share = variance / np.maximum(widest.variance / (dynamics.temperature or 1.0), variance)
+    share = variance / np.maximum(widest.variance / dynamics.unit_of_energy, variance)
     # Basins of different widths look like a funnel too, whether particles jump between them or not. In a network the
     # gradients of a unit's weights depend on its other weights without a funnel. Heavy tails make gaps between
     # particles, and their own symptoms are rarer.

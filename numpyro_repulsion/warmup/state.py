@@ -216,7 +216,7 @@ class WarmupState(NamedTuple):
 
     def largest_variance(self, dynamics: Dynamics) -> float:
         """Return the largest variance of the positions in any direction, in units of the temperature."""
-        return self.moments.largest_variance() / (dynamics.temperature or 1.0)
+        return self.moments.largest_variance() / dynamics.unit_of_energy
 
     @staticmethod
     def start(

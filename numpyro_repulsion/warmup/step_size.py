@@ -293,7 +293,7 @@ def _variance_to_cross(window, warmup, sampler):
     plan = sampler.plan
     if not plan.is_noisy or plan.kind is None:
         return warmup.largest_variance(sampler.dynamics)
-    typical = np.median(warmup.moments.variances()) / (sampler.dynamics.temperature or 1.0)
+    typical = np.median(warmup.moments.variances()) / sampler.dynamics.unit_of_energy
     # Most of the spread of networks is between modes, which no step crosses.
     return np.minimum(typical, 1.0) if window.is_prolonged else typical
 
