@@ -20,7 +20,7 @@ from numpyro_repulsion import SGHMC, SGLD, SGLDR, SGNHT, BiasBudget
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats, Overdamped, Relativistic, Thermostat, Underdamped
 from numpyro_repulsion.interactions import Coupling
 from numpyro_repulsion.interactions.base import MOST_REPLACED
-from numpyro_repulsion.warmup import Timetable, WarmupPlan, Window, scales, step_size as step_size_module
+from numpyro_repulsion.warmup import Timetable, WarmupPlan, Window, step_size as step_size_module
 
 NOISE = 1.5
 
@@ -238,8 +238,7 @@ def test_known_noise_lengthens_steps_that_can_turn_back(monkeypatch):
     overdamped, with_momenta = found
     for one in (overdamped, with_momenta):
         assert one.gradient_noise.shape == (601,) and (one.gradient_noise > 0).mean() > 0.9
-    for module in (step_size_module, scales):
-        monkeypatch.setattr(module, "STEP", replace(constants, unknown=1.0, unknown_mean=1.0))
+    monkeypatch.setattr(step_size_module, "STEP", replace(constants, unknown=1.0, unknown_mean=1.0))
     assert learned(SGHMC(counts)).step_size < 0.7 * with_momenta.step_size
     assert learned(SGLD(counts)).step_size == overdamped.step_size
     for kernel in (SGLDR, SGNHT):
